@@ -1,0 +1,1 @@
+"""Where kvcompile meets the engines that it extends."""

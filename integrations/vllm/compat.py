@@ -1,0 +1,165 @@
+"""Every place where kvcompile reaches into vLLM 0.23: what to look at first when vLLM moves.
+
+`install` wraps vLLM's functions once per process. Each wrapper returns vLLM's own result, untouched, as long as the
+configuration at hand does not ask for kvcompile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from typing import Any
+
+from kvcompile.config import UsageError
+from kvcompile.presets import NAME
+
+_CUSTOM_BACKEND = "kvcompile.integrations.vllm.attention.KV8AttentionBackend"
+_installed = False
+
+
+def install() -> None:
+    """Wrap vLLM's entry points in this process. Idempotent."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from vllm.platforms import current_platform
+
+    _wrap_command_line()
+    _wrap_engine_config()
+    _register_attention_backend()
+    if current_platform.is_cpu():
+        _wrap_cpu_platform()
+        _spare_cpu_the_functionalization_fix()
+
+
+def _wrap_command_line() -> None:
+    """`--compilation-config` learns the word kvcompile; `vllm serve` ends with one line on a user's mistake."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvcompile.integrations.vllm.request import CompilationConfigAction
+
+    add_cli_args = EngineArgs.add_cli_args
+
+    @functools.wraps(add_cli_args)
+    def wrapped(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        CompilationConfigAction.install(parser)
+        return parser
+
+    EngineArgs.add_cli_args = staticmethod(wrapped)
+    # Only the `vllm` command has this module loaded, and it looks `cmd` up after loading plugins.
+    if "vllm.entrypoints.cli.serve" in sys.modules:
+        serve = sys.modules["vllm.entrypoints.cli.serve"].ServeSubcommand
+        serve.cmd = staticmethod(_serve(serve.cmd))
+
+
+def _serve(cmd: Any) -> Any:
+    @functools.wraps(cmd)
+    def wrapped(args: argparse.Namespace) -> None:
+        from kvcompile.integrations.vllm import checks
+        from kvcompile.integrations.vllm.request import request_of
+
+        if request_of(args.compilation_config) is None:
+            return cmd(args)
+        try:
+            checks.refuse_missing_checkpoint(getattr(args, "model_tag", None) or args.model)
+            checks.refuse_port_in_use(args)
+            return cmd(args)
+        except UsageError as error:
+            print(f"kvcompile: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return wrapped
+
+
+def _wrap_engine_config() -> None:
+    """Both `vllm serve` and `LLM(...)` build their configuration here: where the preset is applied."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create_engine_config = EngineArgs.create_engine_config
+
+    @functools.wraps(create_engine_config)
+    def wrapped(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        from kvcompile.integrations.vllm import preset
+        from kvcompile.integrations.vllm.request import request_of
+
+        request = request_of(self.compilation_config)
+        if request is None:
+            if isinstance(self.additional_config, dict) and NAME in self.additional_config:
+                raise UsageError(
+                    f'--additional-config has a "{NAME}" table but kvcompile is not asked for; '
+                    f"add --compilation-config {NAME}, or remove the table"
+                )
+            return create_engine_config(self, *args, **kwargs)
+        return preset.create_engine_config(self, request, lambda ready: create_engine_config(ready, *args, **kwargs))
+
+    EngineArgs.create_engine_config = wrapped
+
+
+def _register_attention_backend() -> None:
+    """CUSTOM is vLLM's name for a backend from outside; it is used only where a configuration names it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, _CUSTOM_BACKEND)
+
+
+def refuse_foreign_attention_backend() -> None:
+    """Raise `UsageError` if another plugin holds the one CUSTOM backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if (path := AttentionBackendEnum.CUSTOM.get_path()) != _CUSTOM_BACKEND:
+        raise UsageError(
+            f"another plugin has registered vLLM's CUSTOM attention backend ({path}); remove it, or set "
+            "-cc.kvcompile.kv8.enabled=false"
+        )
+
+
+def _wrap_cpu_platform() -> None:
+    """The CPU platform ignores the chosen attention backend and replaces VLLM_COMPILE; give kvcompile both back."""
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, is_active
+
+    get_attn_backend_cls = CpuPlatform.get_attn_backend_cls.__func__
+    check_and_update_config = CpuPlatform.check_and_update_config.__func__
+
+    @functools.wraps(get_attn_backend_cls)
+    def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if (
+            selected_backend == AttentionBackendEnum.CUSTOM
+            and attn_selector_config.kv_cache_dtype == KV8_CACHE_DTYPE
+            and AttentionBackendEnum.CUSTOM.get_path() == _CUSTOM_BACKEND
+        ):
+            return _CUSTOM_BACKEND
+        return get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads)
+
+    @functools.wraps(check_and_update_config)
+    def update(cls: Any, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        wanted, backend_name, wrap = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
+        check_and_update_config(cls, vllm_config)
+        if not is_active(vllm_config) or wanted != CompilationMode.VLLM_COMPILE or vllm_config.lora_config is not None:
+            return
+        compilation.mode, compilation.backend = wanted, backend_name
+        # The pass manager sees norms only as vLLM's IR nodes; and no size but the dynamic one is ever compiled here.
+        compilation.ir_enable_torch_wrap = wrap
+        compilation.compile_sizes = []
+
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    CpuPlatform.check_and_update_config = classmethod(update)
+
+
+def _spare_cpu_the_functionalization_fix() -> None:
+    """That pass names CUDA operators which the CPU build does not have, and fails on them.
+
+    It only saves copies around vLLM's own mutating CUDA operators, none of which is in a CPU graph; what is left
+    functionalised, Inductor lowers correctly. Stock vLLM never runs its pass manager on a CPU.
+    """
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+
+    FixFunctionalizationPass.__call__ = lambda self, graph: None

@@ -1,0 +1,51 @@
+"""The one InductorPass that vLLM takes from outside: kvcompile's pipeline in vLLM's clothes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx
+from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.logger import init_logger
+
+from kvcompile.passes.pipeline import PassPipeline
+
+logger = init_logger("vllm.kvcompile")
+
+# vLLM adds a pass found under this key to its own pass manager, behind its fusions and before it lowers its IR.
+PASS_KEY = "post_grad_custom_post_pass"
+
+
+class KVCompilePass(InductorPass):
+    """Runs kvcompile's pass pipeline on every graph that vLLM compiles.
+
+    Holds plain data only: vLLM deep-copies it and pickles it to its engine and worker processes, and puts `uuid()` in
+    every compile-cache key. `config`: the resolved configuration as nested plain values.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._pipeline: PassPipeline | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_pipeline": None}
+
+    @property
+    def pipeline(self) -> PassPipeline:
+        """Built on first use, in the process that compiles."""
+        if self._pipeline is None:
+            self._pipeline = PassPipeline(self._config)
+        return self._pipeline
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        nodes = len(graph.nodes)
+        results = self.pipeline(graph)
+        logger.info(
+            "kvcompile passes: graph %d, %d nodes: %s",
+            self.pipeline.graphs_seen,
+            nodes,
+            ", ".join(f"{r.name} {r.matched} of {r.candidates}" for r in results) or "no pass in this version",
+        )
+
+    def uuid(self) -> str:
+        return self.pipeline.uuid()

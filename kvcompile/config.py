@@ -1,0 +1,236 @@
+"""The configuration: what can be set, its defaults and ranges, and how the sources become one checked value.
+
+Sources, later wins: the defaults below (as a preset changes them), the TOML or JSON file named by KVCOMPILE_CONFIG,
+KVCOMPILE_<SECTION>_<FIELD> in the environment, and vLLM's --additional-config '{"kvcompile": {...}}'. Whatever is
+unknown, of the wrong type or out of range is a UsageError; nothing is silently coerced or ignored.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from kvcompile.config_options import UsageError, option, options_of, shown, validate
+from kvcompile.config_sources import FLAG_SOURCE, PRESET_SOURCE, merge
+
+__all__ = [
+    "OPTIONS",
+    "SECTIONS",
+    "KVCompileConfig",
+    "Kv8Config",
+    "LinearConfig",
+    "OffloadConfig",
+    "OptionRow",
+    "PassesConfig",
+    "PruneConfig",
+    "Resolved",
+    "SchedulerConfig",
+    "UsageError",
+    "describe",
+    "fingerprint",
+    "resolve",
+    "to_dict",
+]
+
+SMALLEST_BLOCK_TOKENS = 16
+MAX_TOKENS = 2**31 - 1  # vLLM keeps token counts in 32-bit integers
+
+
+class _Section:
+    """Base of the dataclasses: every option is checked when an instance is made."""
+
+    SECTION: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True)
+class Kv8Config(_Section):
+    """The int8 KV cache."""
+
+    SECTION: ClassVar[str] = "kv8"
+    enabled: bool = option(True, doc="Store keys and values as int8 with one scale per token and head.")
+
+
+@dataclass(frozen=True)
+class LinearConfig(_Section):
+    """Quantised linear layers."""
+
+    SECTION: ClassVar[str] = "linear"
+    enabled: bool = option(True, doc="Run W4A8 linears (4-bit weights, 8-bit activations) for W4A8 checkpoints.")
+
+
+@dataclass(frozen=True)
+class PassesConfig(_Section):
+    """The FX passes over the compiled graph."""
+
+    SECTION: ClassVar[str] = "passes"
+    norm_quant: bool = option(True, doc="Fuse RMSNorm with the activation quantisation that follows it.")
+    swiglu_quant: bool = option(True, doc="Fuse SwiGLU with the activation quantisation that follows it.")
+    attention_swap: bool = option(True, doc="Replace the attention operator by the int8-KV one.")
+
+
+@dataclass(frozen=True)
+class PruneConfig(_Section):
+    """Pruning of the KV cache: a prompt of T tokens keeps about max(keep_ratio * T, min_tokens), or budget_tokens."""
+
+    SECTION: ClassVar[str] = "prune"
+    enabled: bool = option(True, doc="Prune the KV cache of a request when its prompt has been computed.")
+    method: str = option(
+        "andpro",
+        choices=("andpro", "snapkv", "tova", "streaming", "critical", "random"),
+        doc="How tokens are scored; streaming and random are baselines.",
+    )
+    keep_ratio: float = option(0.5, above=0, high=1, doc="Share of a prompt's tokens that is kept.")
+    min_tokens: int = option(
+        544, low=17, high=MAX_TOKENS, doc="Fewest tokens that the ratio keeps; shorter prompts stay whole."
+    )
+    budget_tokens: int | None = option(
+        None, low=17, high=MAX_TOKENS, doc="Tokens kept whatever the prompt's length; overrides the ratio."
+    )
+    window_tokens: int = option(
+        32, low=1, high=4096, doc="Last tokens of the prompt that score the others and are always kept."
+    )
+    sink_tokens: int = option(4, low=0, high=4096, doc="First tokens of the prompt that are always kept.")
+    inline: str = option(
+        "auto",
+        choices=("auto", "always", "never"),
+        doc="Store kept tokens alone during the prefill; auto does so when blocks are short or nothing is shared.",
+    )
+    reprune_interval_tokens: int = option(
+        0, low=0, high=MAX_TOKENS, doc="Prune again after this many generated tokens; 0 is never."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = self.sink_tokens + self.window_tokens + SMALLEST_BLOCK_TOKENS
+        for name in ("min_tokens", "budget_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(
+                    f"prune.{name} is {value}, less than prune.sink_tokens + prune.window_tokens + "
+                    f"{SMALLEST_BLOCK_TOKENS} = {least}: give prune.{name} at least {least}, "
+                    "or lower prune.window_tokens or prune.sink_tokens"
+                )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(_Section):
+    """The scheduler that batches requests by the length of the KV they hold."""
+
+    SECTION: ClassVar[str] = "scheduler"
+    enabled: bool = option(True, doc="Use the KV-length-aware scheduler instead of first come, first served.")
+    max_wait_batches: int = option(
+        64, low=1, high=1_000_000, doc="Most batches that a request may be passed over before it must run."
+    )
+    horizon_steps: int = option(32, low=1, high=1_000_000, doc="Decode steps ahead for which block demand is planned.")
+
+
+@dataclass(frozen=True)
+class OffloadConfig(_Section):
+    """The host pool that turns a preemption into a copy."""
+
+    SECTION: ClassVar[str] = "offload"
+    enabled: bool = option(True, doc="Copy cold KV blocks to host memory so that a preempted request can be restored.")
+    cpu_bytes_to_use: int = option(
+        4 << 30, low=1 << 20, high=1 << 50, size=True, doc="Host memory of the pool, per worker; never exceeded."
+    )
+    lazy_gpu_free_trigger: float = option(
+        0.35, low=0, high=1, doc="Share of free GPU blocks below which preventive copies begin."
+    )
+    max_scan_reqs: int = option(3, low=1, high=65536, doc="Most likely victims examined for copies in one step.")
+
+
+@dataclass(frozen=True)
+class KVCompileConfig(_Section):
+    """The whole configuration."""
+
+    SECTION: ClassVar[str] = ""
+    kv8: Kv8Config = Kv8Config()
+    linear: LinearConfig = LinearConfig()
+    passes: PassesConfig = PassesConfig()
+    prune: PruneConfig = PruneConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    offload: OffloadConfig = OffloadConfig()
+    strict: bool = option(False, doc="Make it an error, not a warning, when something that is on cannot take effect.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, cls in SECTIONS.items():
+            if not isinstance(getattr(self, name), cls):
+                raise UsageError(f"{name} is {shown(getattr(self, name))}: give a {cls.__name__}")
+
+
+SECTIONS = {field.name: field.type for field in fields(KVCompileConfig) if is_dataclass(field.type)}
+OPTIONS = {rules.key: rules for cls in (*SECTIONS.values(), KVCompileConfig) for rules in options_of(cls)}
+
+
+class OptionRow(NamedTuple):
+    """One line of the reference: `allowed` is in words."""
+
+    key: str
+    default: Any
+    allowed: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and for each dotted key that the user set, the human name of the last source that did."""
+
+    config: KVCompileConfig
+    sources: dict[str, str]
+
+
+def resolve(
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    base: Mapping[str, Any] | None = None,
+    overrides_source: str = FLAG_SOURCE,
+) -> Resolved:
+    """Read all sources and merge them, later wins: defaults, `base`, file, `environ`, `overrides`.
+
+    `base` is what a preset changes and `overrides` what the user gave under "kvcompile" in --additional-config, or
+    where `overrides_source` says; both take nested or dotted keys. `environ` is the process environment when None.
+    Raises UsageError, which names the source, for anything that is unknown, given twice, of the wrong type or out of
+    range, and for an unreadable file.
+    """
+    settings = merge(
+        OPTIONS,
+        base=base,
+        environ=os.environ if environ is None else environ,
+        overrides=overrides,
+        overrides_source=overrides_source,
+    )
+    values: dict[str, dict[str, Any]] = {name: {} for name in ("", *SECTIONS)}
+    for key, setting in settings.items():
+        section, _, name = key.rpartition(".")
+        values[section][name] = setting.value
+    try:
+        sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
+    except UsageError as error:
+        # Each value is valid alone; what is left are values that disagree, perhaps across sources.
+        named = [f"{key} is from {setting.source}" for key, setting in settings.items() if key in str(error)]
+        raise UsageError(f"{error} ({'; '.join(named)})") from None
+    named_by_user = {key: s.source for key, s in settings.items() if s.source != PRESET_SOURCE}
+    return Resolved(KVCompileConfig(**sections, **values[""]), named_by_user)
+
+
+def to_dict(config: KVCompileConfig) -> dict[str, Any]:
+    """The configuration as nested plain values that JSON can hold; `resolve(overrides=...)` reads it back."""
+    return asdict(config)
+
+
+def fingerprint(config: KVCompileConfig) -> str:
+    """The SHA-256 (hex) of the configuration as canonical JSON: equal exactly when all values are equal."""
+    text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe() -> list[OptionRow]:
+    """Every option with its default, the allowed values in words, and a one-line description."""
+    return [OptionRow(rules.key, rules.default, rules.allowed, rules.doc) for rules in OPTIONS.values()]

@@ -1,0 +1,6 @@
+"""The int8 KV cache: one fp32 scale per token and KV head, stored in the page behind the data it belongs to."""
+
+from kvcompile.ops.kv8.layout import HEAD_SIZES, kv_cache_shape
+from kvcompile.ops.kv8.op import kv8_attention, kv8_store, plan_attention
+
+__all__ = ["HEAD_SIZES", "kv8_attention", "kv8_store", "kv_cache_shape", "plan_attention"]

@@ -1,0 +1,1 @@
+"""FX passes of kvcompile. They know torch and `kvcompile.ops`, not vLLM."""

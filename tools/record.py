@@ -1,0 +1,69 @@
+"""Benchmark records: one JSON per benchmark, the same shape for all, written where the numbers were measured.
+
+    {"name", "date", "gpu", "cpu", "versions", "command", "rows": [{"case", "system", "metric", "unit", "median", "min",
+     "max", "runs"}, ...]}
+
+All rows of a record come from one run, so that they can be compared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("kvcompile", "vllm", "torch", "triton")
+
+
+def row(case: str, system: str, metric: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
+    """One measured quantity: median and spread of `values`, one value per run."""
+    return {
+        "case": case,
+        "system": system,
+        "metric": metric,
+        "unit": unit,
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "runs": len(values),
+    }
+
+
+def record(name: str, command: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record of a run that ends now, on this machine, with the packages installed here."""
+    return {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": _cpu(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "command": command,
+        "rows": list(rows),
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the record whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    return f"{name.group(1) if name else 'unknown'}, {torch.get_num_threads()} threads"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
