@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "demo": "serve a real model on this machine with and without kvcompile, and compare",
+    "bench": "measure stock vLLM and kvcompile side by side on this machine",
+    "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
+    "bench": "measure stock vLLM and kvcompile in one run, and write a benchmark record",
     "doctor": "check this machine and installation, and say what would be active",
     "smollm2": "build the small checkpoint that the demo and the tests use, and print its path",
 }
@@ -18,20 +20,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success; 1 what the subcommand found; 2 a usage error, told in one line on standard error; 130 interrupted.
     Anything else is a fault of kvcompile and propagates.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    named = next((word for word in arguments if not word.startswith("-")), None)
-    parser = _parser(named)
-    try:
-        args = parser.parse_args(arguments)
-    except SystemExit as stop:  # argparse has printed its help (0) or its error (2)
-        return int(stop.code or 0)
-    if args.command is None:
-        parser.print_help(sys.stderr)
-        return 2
-
     from kvcompile.config import UsageError
 
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    named = next((word for word in arguments if not word.startswith("-")), None)
     try:
+        parser = _parser(named)
+        try:
+            args = parser.parse_args(arguments)
+        except SystemExit as stop:  # argparse has printed its help (0) or its error (2)
+            return int(stop.code or 0)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return 2
         return args.run(args)
     except UsageError as error:
         print(f"kvcompile: error: {error}", file=sys.stderr)

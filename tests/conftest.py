@@ -1,5 +1,6 @@
 """Rules for the whole suite."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,30 @@ def smollm2_checkpoint() -> Path:
     from kvcompile.tools.smollm2 import checkpoint
 
     return checkpoint(progress=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer LlamaForCausalLM configuration without weights, for `load_format="dummy"`."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -6,6 +6,7 @@ Needs no GPU and no network once installed: the model comes out of the llm-smoll
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from kvcompile.tools.server import ServerError, VllmServer
 from kvcompile.tools.smollm2 import checkpoint
 
 QUESTION = "In one sentence: what is a key-value cache in a language model?"
-# 5,000 tokens or so: several prefill chunks' worth of blocks, and seconds of work on two cores.
+# About 4,400 tokens: longer than one prefill chunk, and seconds of work on two cores.
 DOCUMENT_CHARACTERS = 20_000
 KV_CACHE_BYTES = 512 * 2**20
 READY_TIMEOUT_S = 600
@@ -66,7 +67,7 @@ def _wait(console: Console, server: VllmServer) -> None:
         with console.status("starting the server") as status:
             server.wait_until_ready(READY_TIMEOUT_S, lambda line: status.update(_shorten(console, line)))
     else:
-        console.print("starting the server; the first start compiles the model, about two minutes on two cores ...")
+        console.print("starting the server; the first start compiles the model, a minute or two on two cores ...")
         server.wait_until_ready(READY_TIMEOUT_S)
     console.print(f"ready after {time.monotonic() - start:.0f} s")
     console.print(_active_line(server), style="green", markup=False)
@@ -98,7 +99,7 @@ def _converse(console: Console, server: VllmServer) -> None:
         },
     )
     _answer(console, "chat", QUESTION, chat, chat["choices"][0]["message"]["content"], time.monotonic() - start)
-    document = prose()[:DOCUMENT_CHARACTERS]
+    document = prose()[:DOCUMENT_CHARACTERS].rpartition("\n")[0]  # whole paragraphs
     start = time.monotonic()
     completion = server.post("/v1/completions", {"model": name, "prompt": document, "temperature": 0, "max_tokens": 60})
     text = completion["choices"][0]["text"]
@@ -116,8 +117,6 @@ def _answer(console: Console, kind: str, prompt: str, reply: dict, text: str, se
 
 
 def _table(console: Console, server: VllmServer) -> None:
-    import json
-
     config = json.loads(Path(server.command[2], "config.json").read_text())
     info = server.cache_info()
     blocks, block_size = int(info["num_gpu_blocks"]), int(info["block_size"])
@@ -132,14 +131,14 @@ def _table(console: Console, server: VllmServer) -> None:
     table.add_row("KV cache dtype", config["torch_dtype"], info["cache_dtype"], "")
     table.add_row("KV bytes per token", f"{stock:,}", f"{ours:,}", f"{stock / ours:.2f}x smaller")
     table.add_row(
-        f"blocks of {block_size} tokens in {KV_CACHE_BYTES >> 20} MiB",
+        f"{block_size}-token blocks in {KV_CACHE_BYTES >> 20} MiB",
         f"{stock_blocks:,}",
         f"{blocks:,}",
         f"{blocks / stock_blocks:.2f}x more",
     )
     table.add_row("tokens held at once", f"{stock_blocks * block_size:,}", f"{blocks * block_size:,}", "")
     console.print(table)
-    console.print("Stock figures follow from vLLM's bf16 layout; kvcompile's are read from the running server.\n")
+    console.print("The stock figures follow from vLLM's bf16 layout; kvcompile's are read from the running server.\n")
     parts = Table(title="Parts of kvcompile", title_justify="left")
     for column in ("part", "in this version", "what it is"):
         parts.add_column(column)

@@ -1,4 +1,4 @@
-"""`kvcompile doctor`: what this machine and installation are like, what would be active, and what to do about problems."""
+"""`kvcompile doctor`: this machine and installation, what would be active, and what to do about problems."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _print_tables(report: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title="kvcompile doctor", title_justify="left")
-    for heading in ("", "what", "state", "found", "remedy"):
+    for heading in ("", "what", "state", "found"):
         table.add_column(heading, overflow="fold")
     section = ""
     for row in report["findings"]:
@@ -112,7 +112,10 @@ def _print_tables(report: dict[str, Any]) -> None:
         section = row["section"]
         state = Text(row["state"], style=_STYLES[row["state"]])
         # Text, so that a path or a variable that holds [brackets] is not read as markup.
-        table.add_row(Text(section if first else ""), Text(row["name"]), state, Text(row["value"]), Text(row["remedy"]))
+        found = Text(row["value"])
+        if row["remedy"]:
+            found.append(f"\nremedy: {row['remedy']}", style="bold")
+        table.add_row(Text(section if first else ""), Text(row["name"]), state, found)
     console.print(table)
     if report["configuration"] is not None:
         table = Table("key", "value", "source", title="configuration", title_justify="left")

@@ -30,7 +30,7 @@ _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. `state`: "ok"; "warn", works with a restriction; "fail", would stop kvcompile. The latter have a remedy."""
+    """One row. `state`: "ok"; "warn", restricted; "fail", would stop kvcompile; the last two have a remedy."""
 
     section: str
     name: str

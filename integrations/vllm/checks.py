@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import socket
 from pathlib import Path
 
+import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvcompile.config import UsageError
 from kvcompile.ops.kv8 import HEAD_SIZES
@@ -22,6 +24,22 @@ from kvcompile.ops.kv8 import HEAD_SIZES
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _WITHOUT = "serve it without --compilation-config kvcompile"
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def refuse_before_serving(args: argparse.Namespace) -> None:
+    """What `vllm serve` would find out with a stack trace before it has built its configuration."""
+    args.model = getattr(args, "model_tag", None) or args.model  # as vLLM's own command does first
+    refuse_missing_checkpoint(args.model)
+    refuse_port_in_use(args)
+    try:
+        AsyncEngineArgs.from_cli_args(args)
+    except UsageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"vLLM refused the arguments for model {args.model}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def refuse_missing_checkpoint(model: str) -> None:
@@ -44,12 +62,15 @@ def refuse_unsupported_model(model: ModelConfig) -> None:
             f"model {model.model}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}; "
             f"{_WITHOUT}"
         )
+    text = model.hf_text_config
     reasons = {
-        "pooling models": model.runner_type != "generate",
+        "a pooling runner": model.runner_type != "generate",
         "multi-head latent attention": model.use_mla,
         "sliding-window attention": model.get_sliding_window() is not None,
         "ALiBi": model.uses_alibi,
-        "attention logit soft-capping": bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+        "attention logit soft-capping": bool(getattr(text, "attn_logit_softcapping", None)),
+        "dual-chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
+        "bidirectional attention": not getattr(text, "is_causal", True),
     }
     for what, found in reasons.items():
         if found:
@@ -91,48 +112,77 @@ def refuse_too_little_memory(config: VllmConfig) -> None:
     Compares what is certain only (the checkpoint's own size, no activations), so that it never refuses what would run.
     """
     cache, model = config.cache_config, config.model_config
-    total = current_platform.get_device_total_memory()
-    need = request_bytes(config, model.max_model_len)
-    fixed = cache.kv_cache_memory_bytes
+    fixed, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
     if fixed is not None:
         have, source = fixed, f"--kv-cache-memory-bytes {fixed}"
+        _refuse_occupied_host_memory(fixed, source, "lower it")
     else:
-        weights = sum(f.stat().st_size for f in Path(model.model).glob("*.safetensors"))
-        weights //= config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
-        share = cache.gpu_memory_utilization
-        have = int(total * share) - weights
-        source = f"{share:.0%} of {_gib(total)} less {_gib(weights)} of weights"
-        _refuse_occupied_host_memory(share)
+        total = current_platform.get_device_total_memory()
+        weights = _weight_bytes(config)
+        have, source = int(total * share) - weights, f"{share:.0%} of {_size(total)} less {_size(weights)} of weights"
+        remedy = "lower it, or set --kv-cache-memory-bytes, for instance 1G"
+        _refuse_occupied_host_memory(int(total * share), f"--gpu-memory-utilization {share:g}", remedy)
+    if cache.cache_dtype.startswith("turboquant_"):
+        return  # pages of another size than `request_bytes` knows
+    # With --max-model-len auto vLLM looks for the length that fits, down to one block.
+    tokens = 1 if model.original_max_model_len == -1 else model.max_model_len
+    need = request_bytes(config, tokens)
     if need > have:
-        fits = max(have, 0) * model.max_model_len // need
+        fits = max(have, 0) // request_bytes(config, 1) * _block_tokens(config)
+        lower = f"lower --max-model-len to at most {fits} or " if fits else ""
         raise UsageError(
-            f"too little memory: one request of {model.max_model_len} tokens needs {_gib(need)} of KV cache, there is "
-            f"{_gib(max(have, 0))} ({source}); lower --max-model-len to at most {fits} or give more memory"
+            f"too little memory: one request of {tokens} tokens needs {_size(need)} of KV cache, there is "
+            f"{_size(max(have, 0))} ({source}); {lower}give more memory"
         )
 
 
-def _refuse_occupied_host_memory(share: float) -> None:
-    """On the CPU vLLM claims `share` of all memory and fails in its worker if that much is not free now."""
+def _refuse_occupied_host_memory(asked: int, flag: str, remedy: str) -> None:
+    """On the CPU vLLM claims all its memory at the start and fails in its worker if that much is not free now."""
     if not current_platform.is_cpu():
         return
     free, total = current_platform.mem_get_info()
-    if free < total * share:
+    if free < asked:
         raise UsageError(
-            f"too little memory: --gpu-memory-utilization {share:g} asks for {_gib(int(total * share))} of this host's "
-            f"{_gib(total)}, {_gib(free)} are free; lower it, or set --kv-cache-memory-bytes, for instance 1G"
+            f"too little memory: {flag} asks for {_size(asked)} of this host's {_size(total)}, {_size(free)} are free; "
+            f"{remedy}"
         )
+
+
+def _weight_bytes(config: VllmConfig) -> int:
+    """Bytes that the weights of a local checkpoint take on one rank at least; 0 where that is not known."""
+    model, parallel, offload = config.model_config, config.parallel_config, config.offload_config
+    stored_as = getattr(model.hf_config, "dtype", None)
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        return 0
+    if model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None:
+        return 0  # quantised while it is loaded
+    # Not every *.safetensors: some checkpoints hold the same weights twice, as consolidated.safetensors.
+    folder = Path(model.model)
+    files = list(folder.glob("model-*-of-*.safetensors")) or list(folder.glob("model.safetensors"))
+    stored = sum(file.stat().st_size for file in files)
+    if isinstance(stored_as, torch.dtype) and stored_as.itemsize > model.dtype.itemsize:
+        stored = stored * model.dtype.itemsize // stored_as.itemsize
+    return stored // (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def request_bytes(config: VllmConfig, tokens: int) -> int:
     """Bytes of KV cache, on one rank, that a request of `tokens` tokens holds (whole blocks)."""
-    model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
-    heads, size = model.get_num_kv_heads(parallel), model.get_head_size()
-    per_head = size + 4 if config.cache_config.cache_dtype == "int8_per_token_head" else size * _dtype_bytes(config)
-    return model.get_num_layers(parallel) * 2 * heads * per_head * -(-tokens // block) * block
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    page = FullAttentionSpec(
+        block_size=cache.block_size,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_size=model.get_head_size(),
+        dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
+        kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
+    )
+    return model.get_num_layers(parallel) * page.page_size_bytes * -(-tokens // _block_tokens(config))
 
 
-def _dtype_bytes(config: VllmConfig) -> int:
-    return 1 if "8" in config.cache_config.cache_dtype else config.model_config.dtype.itemsize
+def _block_tokens(config: VllmConfig) -> int:
+    """Tokens of a request behind one block of each rank: context parallelism spreads them over ranks."""
+    parallel = config.parallel_config
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return config.cache_config.block_size * ranks
 
 
 def refuse_port_in_use(args: argparse.Namespace) -> None:
@@ -141,16 +191,20 @@ def refuse_port_in_use(args: argparse.Namespace) -> None:
         return
     host = args.host or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, args.port))
-        except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound ({os.strerror(error.errno)})"
-            raise UsageError(
-                f"port {args.port} of {host or 'all addresses'} {why}; give another --port, or stop what listens there"
-            ) from None
+    except OverflowError:
+        raise UsageError(f"port {args.port} is no port; allowed are 0 to 65535; give another --port") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = "is in use; give another --port, or stop what listens there"
+        else:
+            why = f"cannot be bound ({error.strerror or error}); give another --host or --port"
+        raise UsageError(f"port {args.port} of {host or 'all addresses'} {why}") from None
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    unit, factor = next((u for u in _UNITS if count >= u[1]), _UNITS[-1])
+    return f"{count / factor:.2f} {unit}"

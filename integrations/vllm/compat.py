@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from typing import Any
 
@@ -64,11 +65,11 @@ def _serve(cmd: Any) -> Any:
         if request_of(args.compilation_config) is None:
             return cmd(args)
         try:
-            checks.refuse_missing_checkpoint(getattr(args, "model_tag", None) or args.model)
-            checks.refuse_port_in_use(args)
+            checks.refuse_before_serving(args)
             return cmd(args)
         except UsageError as error:
-            print(f"kvcompile: error: {error}", file=sys.stderr)
+            # Past sys.stderr, in front of whose lines vLLM puts the name and number of the process.
+            os.write(2, f"kvcompile: error: {error}\n".encode())
             raise SystemExit(2) from None
 
     return wrapped

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile.config import Kv8Config, KVCompileConfig, UsageError, resolve, to_dict
+from kvcompile.config_sources import FLAG_SOURCE
 from kvcompile.integrations.vllm import checks, compat, report
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
@@ -25,8 +26,11 @@ from kvcompile.presets import NAME, refuse_unavailable
 
 logger = init_logger("vllm.kvcompile")
 
-# Backends that read and write that layout: ours, and vLLM's own Triton kernels.
-_KV8_BACKENDS = (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.TRITON_ATTN)
+# Backends that read and write that layout: ours, and vLLM's own Triton kernels. The CPU platform would replace the
+# latter, with a line in its log, by kernels that take the int8 cache for fp8.
+_KV8_BACKENDS = {None, AttentionBackendEnum.CUSTOM}
+if not current_platform.is_cpu():
+    _KV8_BACKENDS.add(AttentionBackendEnum.TRITON_ATTN)
 
 
 def create_engine_config(args: EngineArgs, request: Request, build: Callable[[EngineArgs], VllmConfig]) -> VllmConfig:
@@ -34,14 +38,15 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
 
     `args` itself is left as it was, so that calling twice gives the same result. Raises `UsageError`.
     """
-    resolved = resolve(overrides=_options(args, request), environ=os.environ)
+    options, source = _options(args, request)
+    resolved = resolve(overrides=options, environ=os.environ, overrides_source=source)
     refuse_unavailable(resolved)
     notes: dict[str, str] = {}  # module -> why it is off or less than it could be
     args = copy.copy(args)
     _apply_kv8(args, resolved.config.kv8, notes)
     _apply_passes(args, request, resolved.config, notes)
     args.additional_config = {**args.additional_config, NAME: to_dict(resolved.config)}
-    _check_model_first(args)
+    _check_model_first(args, with_kv8="kv8" not in notes)
     config = _build(args, build)
     checks.refuse_too_little_memory(config)
     logger.info(report.startup_line(config, resolved.config, notes))
@@ -54,13 +59,13 @@ def _build(args: EngineArgs, build: Callable[[EngineArgs], VllmConfig]) -> VllmC
         return build(args)
     except UsageError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         logger.debug("vLLM refused the configuration", exc_info=True)
-        raise UsageError(f"vLLM refused the configuration: {' '.join(str(error).split())}") from error
+        raise UsageError(f"model {args.model}: vLLM refused: {' '.join(str(error).split())}") from error
 
 
-def _options(args: EngineArgs, request: Request) -> dict[str, Any]:
-    """kvcompile's own options, from `--additional-config` or from the request itself; both at once is an error."""
+def _options(args: EngineArgs, request: Request) -> tuple[dict[str, Any], str]:
+    """kvcompile's own options and the flag they came by: `--additional-config` or the request itself, never both."""
     if not isinstance(args.additional_config, dict):
         raise UsageError(
             f"--additional-config is a {type(args.additional_config).__name__}; kvcompile needs a JSON table there"
@@ -73,15 +78,20 @@ def _options(args: EngineArgs, request: Request) -> dict[str, Any]:
             f'kvcompile\'s options are given twice, in --additional-config "{NAME}" and in --compilation-config '
             f'"{NAME}"; give them in one place'
         )
-    return given or dict(request.options)
+    return (dict(request.options), "--compilation-config") if request.options else (given, FLAG_SOURCE)
 
 
 def _backend(args: EngineArgs) -> AttentionBackendEnum | None:
     """The attention backend that the user named, by either of vLLM's two flags."""
     name = args.attention_backend or args.attention_config.backend
-    if isinstance(name, str):
-        return None if name.lower() == "auto" else AttentionBackendEnum[name.upper()]
-    return name
+    if not isinstance(name, str):
+        return name
+    if name.lower() == "auto":
+        return None
+    try:
+        return AttentionBackendEnum[name.upper()]
+    except ValueError as error:
+        raise UsageError(f"--attention-backend {name}: {error}") from None
 
 
 def _apply_kv8(args: EngineArgs, config: Kv8Config, notes: dict[str, str]) -> None:
@@ -92,7 +102,6 @@ def _apply_kv8(args: EngineArgs, config: Kv8Config, notes: dict[str, str]) -> No
     elif (backend := _backend(args)) not in _KV8_BACKENDS:
         notes["kv8"] = f"--attention-backend {backend.name} given"
     else:
-        checks.refuse_unsupported_with_kv8(args)
         compat.refuse_foreign_attention_backend()
         args.kv_cache_dtype = KV8_CACHE_DTYPE
         if backend is None:
@@ -113,13 +122,16 @@ def _apply_passes(args: EngineArgs, request: Request, config: KVCompileConfig, n
     args.compilation_config = compilation
 
 
-def _check_model_first(args: EngineArgs) -> None:
+def _check_model_first(args: EngineArgs, *, with_kv8: bool) -> None:
     """Judge the model as soon as vLLM has read its configuration, before vLLM stumbles over ours with it."""
     create_model_config = args.create_model_config
 
     def checked() -> Any:
         model = create_model_config()
         checks.refuse_unsupported_model(model)
+        if with_kv8:
+            # Not earlier: a checkpoint may have brought a speculative configuration of its own.
+            checks.refuse_unsupported_with_kv8(args)
         return model
 
     args.create_model_config = checked

@@ -1,12 +1,12 @@
 """The CPU implementation in plain torch: vectorised over tokens, fp32 where it matters, bounded in memory.
 
-Decode rows (one new token) are sorted by length and cut into tiles of rows of similar lengths, padded to the longest.
-A tile is dequantised to fp32 while it fits the processor's second-level caches, and all its rows go through one
-matrix product for the scores, one softmax and one matrix product for the output.
+Decode rows (one new token) are cut into pieces of at most one tile, sorted by length and put into tiles of pieces of
+similar length, padded to the longest. A tile is dequantised to fp32 (in the caches of the processor) and all its pieces
+go through one matrix product for the scores, one softmax and one matrix product for the output. The pieces of a long
+row are merged by their log-sum-exp, as in split-KV flash decoding.
 
-Rows of several new tokens (prefill), and decode rows too long for that, run one by one through torch's flash attention,
-query tile by query tile: over the tiles of what lies before it without a mask, over itself causally, merged by their
-log-sum-exp.
+Rows of several new tokens (prefill) run one by one through torch's flash attention, query tile by query tile: over the
+tiles of what lies before it without a mask, over itself causally, merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from kvcompile.ops.kv8.layout import QUANT_MAX, SCALE_BYTES, SCALE_FLOOR, fail
 
-# Elements of K (or V) in a decode tile: 2 MiB of fp32, what two cores keep in their second-level caches.
+# Elements of K (or V) in a decode tile: 2 MiB of fp32, which two cores keep in their second-level caches.
 TILE_ELEMENTS = 512 << 10
-# A row joins a tile if padding at most doubles ... of it.
+# A piece joins a tile that is at most so much wider. The fixed part is what a tile of its own would cost instead.
 MAX_PADDING = 1.25
-SMALL_WIDTH = 64
-# Elements of K (or V) dequantised at a time for a row that runs alone.
-LONG_ELEMENTS = 4 << 20
+MIN_PADDING = 64
+# Elements of K (or V) that a prefill row dequantises at a time, and its queries that share them.
+SPAN_ELEMENTS = 4 << 20
 QUERY_TILE = 2048
 
 
@@ -59,57 +59,68 @@ def plan(
     kv_heads: int,
     head_size: int,
 ) -> list[torch.Tensor]:
-    """`plan_attention` after its checks: [alone, tokens, then three tensors for each tile].
+    """`plan_attention` after its checks: [prefills, tokens, queries, owner, then three tensors for each tile].
 
-    alone int64 [P, 4]: the rows that `_attend_alone` takes, as (row, first query token, new tokens, length).
-    tokens int64 [D]: query token of each decode row, in the order of the tiles; a tile has the next n of them, and W
-    slots for each: blocks int32 [n * W / block_size]; past bool [n, 1, 1, W]: slots past the end of their row; the same
-    as indices into n * W, int64.
+    prefills int64 [P, 4]: rows that run alone, as (row, first query token, new tokens, length).
+    tokens int64 [D]: query token of each decode row.
+    queries int64 [N]: query token of each piece, in the order of the tiles. owner int64 [N]: decode row of each piece,
+    or empty where every row is one piece.
+    A tile has the next n pieces and W slots for each: blocks int32 [n * W / block_size]; past bool [n, 1, 1, W]: slots
+    past the end of their piece; past_slots int64: the same as indices into n * W.
     """
-    lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     capacity = block_table.shape[1] * block_size
-    fits_alone = LONG_ELEMENTS // (kv_heads * head_size)
-    alone, decode = [], []
+    tile_blocks = max(1, TILE_ELEMENTS // (kv_heads * head_size * block_size))
+    prefills, tokens, pieces = [], [], []
     for row, length in enumerate(lengths):
         first, new = starts[row], starts[row + 1] - starts[row]
         if new < 0 or starts[0] != 0:
             fail("kv8_attention", "query_start_loc", starts, "numbers from 0 that do not decrease")
         if length > capacity or length < new and length != 0:
-            given = f"{length} in row {row}"
             allowed = f"0, or from its {new} new tokens to the {capacity} that block_table has room for"
-            fail("kv8_attention", "seq_lens", given, allowed)
-        if new == 1 and 0 < length <= fits_alone:
-            decode.append((length, row))
+            fail("kv8_attention", "seq_lens", f"{length} in row {row}", allowed)
+        if new == 1 and length > 0:
+            count = -(-length // block_size)
+            step = -(-count // -(-count // tile_blocks))
+            for column in range(0, count, step):
+                end = min(length - column * block_size, step * block_size)
+                pieces.append((end, row, column, len(tokens), first))
+            tokens.append(first)
         elif new > 0:
-            alone.append((row, first, new, length))
+            prefills.append((row, first, new, length))
 
-    decode.sort(reverse=True)
-    rows = torch.tensor([row for _, row in decode], dtype=torch.int64)
-    planned = [torch.tensor(alone, dtype=torch.int64).view(-1, 4), query_start_loc[rows].long()]
-    tile_tokens = TILE_ELEMENTS // (kv_heads * head_size)
-    for first, last in _tiles([length for length, _ in decode], block_size, tile_tokens):
-        members = rows[first:last]
-        columns = -(-decode[first][0] // block_size)
-        ends = seq_lens[members][:, None]
-        # A shorter row repeats its last block; columns past a row's end hold garbage.
-        column = torch.minimum(torch.arange(columns), (ends - 1) // block_size)
-        past = torch.arange(columns * block_size) >= ends
-        blocks = block_table[members[:, None], column].view(-1)
-        planned += [blocks, past[:, None, None], past.view(-1).nonzero().view(-1)]
+    pieces.sort(reverse=True)
+    ends, rows, columns, owner, queries = torch.tensor(pieces, dtype=torch.int64).view(-1, 5).unbind(1)
+    if len(pieces) == len(tokens):
+        owner, tokens = owner[:0], queries
+    planned = [torch.tensor(prefills, dtype=torch.int64).view(-1, 4), torch.as_tensor(tokens), queries, owner]
+    for tile in _tiles([end for end, *_ in pieces], block_size, tile_blocks * block_size):
+        count = -(-pieces[tile.start][0] // block_size)
+        end = ends[tile, None]
+        # A shorter piece repeats its last block: columns past the end of a row hold garbage.
+        column = columns[tile, None] + torch.minimum(torch.arange(count), (end - 1) // block_size)
+        past = torch.arange(count * block_size) >= end
+        planned += [
+            block_table[rows[tile, None], column].view(-1),
+            past[:, None, None],
+            past.view(-1).nonzero().view(-1),
+        ]
     return planned
 
 
-def _tiles(lengths: list[int], block_size: int, tile_tokens: int) -> list[tuple[int, int]]:
-    """Cut rows of descending lengths into runs [first, last) to be padded to their first row's blocks."""
+def _tiles(ends: list[int], block_size: int, tile_tokens: int) -> list[slice]:
+    """Cut pieces of descending lengths into tiles of at most `tile_tokens`, padded to the blocks of their first."""
     tiles, first = [], 0
-    while first < len(lengths):
-        width = -(-lengths[first] // block_size) * block_size
-        last, used = first + 1, width
+    while first < len(ends):
+        width = -(-ends[first] // block_size) * block_size
+        last = first + 1
         while (
-            last < len(lengths) and used + width <= tile_tokens and width <= MAX_PADDING * lengths[last] + SMALL_WIDTH
+            last < len(ends)
+            and (last + 1 - first) * width <= tile_tokens
+            and width <= MAX_PADDING * ends[last] + MIN_PADDING
         ):
-            last, used = last + 1, used + width
-        tiles.append((first, last))
+            last += 1
+        tiles.append(slice(first, last))
         first = last
     return tiles
 
@@ -123,64 +134,80 @@ def attention(
     plan: list[torch.Tensor],
 ) -> None:
     """`kv8_attention` after its checks."""
-    alone, tokens, *tiles = plan
+    prefills, tokens, queries, owner, *tiles = plan
     if tiles:
-        mixed = _decode(query.index_select(0, tokens), kv_cache, tiles, scale)
+        mixed = _decode(query.index_select(0, queries), kv_cache, owner, tiles, scale)
         output.index_copy_(0, tokens, mixed.to(output.dtype))
-    for row, first, new, length in alone.tolist():
+    for row, first, new, length in prefills.tolist():
         rows = slice(first, first + new)
         if length == 0:
             output[rows] = 0
         else:
-            _attend_alone(query[rows], kv_cache, block_table[row], length, output[rows], scale)
+            _prefill(query[rows], kv_cache, block_table[row], length, output[rows], scale)
 
 
-def _decode(query: torch.Tensor, kv_cache: torch.Tensor, tiles: list[torch.Tensor], scale: float) -> torch.Tensor:
-    """fp32 [D, H, d] for the D queries of the tiles."""
-    heads, d = query.shape[1:]
+def _decode(
+    query: torch.Tensor, kv_cache: torch.Tensor, owner: torch.Tensor, tiles: list[torch.Tensor], scale: float
+) -> torch.Tensor:
+    """fp32 [D, H, d] from the queries [N, H, d] of the pieces; the other arguments are `plan`'s."""
+    pieces, heads, d = query.shape
     kv_heads = kv_cache.shape[3]
-    query = (query.float() * scale).view(-1, heads // kv_heads, d)
+    query = (query.float() * scale).view(pieces * kv_heads, -1, d)
     mixed = torch.empty_like(query)
+    lse = query.new_empty((pieces, heads if owner.shape[0] else 0))
+    # One for all tiles, so that it stays in the processor's caches.
+    workspace = query.new_empty(max(past.numel() for past in tiles[1::3]) * kv_heads * d)
     keys, values = kv_cache.select(1, 0), kv_cache.select(1, 1)
     first = 0
     for blocks, past, past_slots in zip(tiles[::3], tiles[1::3], tiles[2::3], strict=True):
         n, width = past.shape[0], past.shape[-1]
-        matrices = slice(first, first + n * kv_heads)
-        k = _gather(keys, blocks, n)
+        matrices = slice(first * kv_heads, (first + n) * kv_heads)
+        k = _gather(keys, blocks, n, workspace)
         scores = torch.bmm(query[matrices], k.transpose(1, 2)).view(n, kv_heads, -1, width)
-        weights = scores.masked_fill_(past, float("-inf")).softmax(-1).view(n * kv_heads, -1, width)
-        v = _gather(values, blocks, n, past_slots, out=k)
-        torch.bmm(weights, v, out=mixed[matrices])
-        first += n * kv_heads
-    return mixed.view(-1, heads, d)
+        scores.masked_fill_(past, float("-inf"))
+        if owner.shape[0]:
+            lse[first : first + n] = scores.logsumexp(-1).view(n, heads)
+        v = _gather(values, blocks, n, workspace, past_slots)
+        torch.bmm(scores.softmax(-1).view(n * kv_heads, -1, width), v, out=mixed[matrices])
+        first += n
+    mixed = mixed.view(pieces, heads, d)
+    return _merge(mixed, lse, owner) if owner.shape[0] else mixed
+
+
+def _merge(mixed: torch.Tensor, lse: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """fp32 [D, H, d]: the pieces [N, H, d] of each row weighted by the exponential of their log-sum-exp [N, H]."""
+    rows = int(owner.max()) + 1
+    index = owner[:, None].expand_as(lse)
+    peak = lse.new_full((rows, lse.shape[1]), float("-inf")).scatter_reduce_(0, index, lse, "amax")
+    weight = (lse - peak.index_select(0, owner)).exp_()
+    total = torch.zeros_like(peak).index_add_(0, owner, weight)
+    merged = mixed.new_zeros((rows, *mixed.shape[1:])).index_add_(0, owner, mixed.mul_(weight[..., None]))
+    return merged.div_(total[..., None])
 
 
 def _gather(
-    cache: torch.Tensor,
-    blocks: torch.Tensor,
-    rows: int,
-    dropped: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    cache: torch.Tensor, blocks: torch.Tensor, rows: int, workspace: torch.Tensor, dropped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """fp32 [rows * G, W, d]: keys or values of `blocks`, dequantised; zeros in the `dropped` slots of the rows * W."""
+    """fp32 [rows * G, W, d] in `workspace`: keys or values of `blocks`; zeros in the `dropped` slots of the rows * W."""
     raw = cache.index_select(0, blocks)
     count, block_size, kv_heads, width = raw.shape
     if dropped is not None:  # A NaN scale would survive a weight of 0.
         raw.view(count * block_size, -1).index_fill_(0, dropped, 0)
     raw = raw.view(rows, count // rows, block_size, kv_heads, width).permute(0, 3, 1, 2, 4)
-    out = torch.empty((*raw.shape[:-1], width - SCALE_BYTES)) if out is None else out.view(*raw.shape[:-1], -1)
-    out.copy_(raw[..., :-SCALE_BYTES]).mul_(raw.view(torch.float32)[..., -1:])
-    return out.view(rows * kv_heads, -1, width - SCALE_BYTES)
+    d = width - SCALE_BYTES
+    x = workspace[: count * block_size * kv_heads * d].view(*raw.shape[:-1], d)
+    x.copy_(raw[..., :d]).mul_(raw.view(torch.float32)[..., -1:])
+    return x.view(rows * kv_heads, -1, d)
 
 
-def _attend_alone(
+def _prefill(
     query: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int, output: torch.Tensor, scale: float
 ) -> None:
     """query, output [q_len, H, d] of one row; blocks [columns]: its block table."""
     new = query.shape[0]
     _, _, block_size, kv_heads, width = kv_cache.shape
     dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-    step = max(1, LONG_ELEMENTS // (kv_heads * (width - SCALE_BYTES) * block_size)) * block_size
+    step = max(1, SPAN_ELEMENTS // (kv_heads * (width - SCALE_BYTES) * block_size)) * block_size
     for first in range(0, new, QUERY_TILE):
         last = min(new, first + QUERY_TILE)
         # [G, r, tokens, d]: KV heads as the batch, so that one K serves all r query heads without a copy.

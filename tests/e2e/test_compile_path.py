@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import run_python
+from tests.engine import run_python
 
 GENERATE = """
     import os, sys

@@ -11,7 +11,7 @@ import pytest
 
 from kvcompile.tools.prose import prose
 from kvcompile.tools.server import VllmServer, group_alive
-from tests.e2e.conftest import SERVER_ARGUMENTS
+from tests.engine import SERVER_ARGUMENTS
 
 CONTINUATION = 32
 READY_TIMEOUT_S = 500

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import run_python
+from tests.engine import run_python
 
 GENERATE = """
     import os, sys
@@ -37,17 +37,16 @@ GENERATE = """
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_stock_engine_is_the_same_with_kvcompile_installed(tiny_llama: Path, tmp_path: Path) -> None:
-    caches = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-
-    def run(**more: str) -> tuple[list[str], set[str]]:
-        output = run_python(GENERATE, tiny_llama, environment={**caches, **more})
+    def run(name: str, **environment: str) -> tuple[list[str], set[str]]:
+        root = tmp_path / name  # a cache of its own: the second run must compile for itself
+        caches = {"VLLM_CACHE_ROOT": str(root), "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor")}
+        output = run_python(GENERATE, tiny_llama, environment={**caches, **environment})
         said = re.findall(r"^(?:PLUGIN|HASH|MODE|TOKENS) .*$", output, re.MULTILINE)
-        # Inductor names a compiled graph by a hash of the graph and of every option: an equal graph adds no name.
-        graphs = {p.name for p in Path(caches["TORCHINDUCTOR_CACHE_DIR"], "fxgraph").glob("*/*")}
-        return said, graphs
+        # Inductor files a compiled graph under a hash of the graph and of every option that it was compiled with.
+        return said, {path.name for path in root.rglob("fxgraph/*/*")}
 
-    without, graphs_without = run(VLLM_PLUGINS="none-of-them")
-    with_plugin, graphs_with = run()
+    without, graphs_without = run("without", VLLM_PLUGINS="none-of-them")
+    with_plugin, graphs_with = run("with")
     assert without[0] == "PLUGIN False"
     assert with_plugin[0] == "PLUGIN True"
     assert len(without) == 6

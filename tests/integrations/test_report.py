@@ -1,0 +1,133 @@
+"""The one line at start-up: what of kvcompile is active, and why anything is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationMode
+
+import kvcompile
+from kvcompile.config import KVCompileConfig, resolve
+from kvcompile.integrations.vllm import report
+from kvcompile.integrations.vllm.inductor_pass import PASS_KEY
+from kvcompile.presets import MODULES, compilation_config
+
+VERSION = f"kvcompile {kvcompile.__version__}: "
+KV8 = "kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators)"
+PASSES = "passes (pipeline in VLLM_COMPILE, no pass in this version)"
+MISSING = ", ".join(f"{part} (not in this version)" for part in ("linear", "prune", "scheduler", "offload"))
+
+KV8_OFF: dict[str, tuple[dict[str, Any], str]] = {
+    "option": ({"additional_config": {"kvcompile": {"kv8.enabled": False}}}, "kv8.enabled=false"),
+    "cache dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 given"),
+    "backend": ({"attention_backend": "FLASH_ATTN"}, "--attention-backend FLASH_ATTN given"),
+    "triton": ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN given"),
+}
+PASSES_OFF: dict[str, tuple[dict[str, Any], str]] = {
+    "eager": ({"enforce_eager": True}, "--enforce-eager: nothing is compiled"),
+    "O0": ({"optimization_level": 0}, "compilation mode NONE: nothing is compiled"),
+    "mode": ({"compilation_config": {"mode": 0}}, "compilation mode NONE: nothing is compiled"),
+    "stock mode": ({"compilation_config": {"mode": 1}}, "compilation mode STOCK_TORCH_COMPILE runs no passes"),
+    "trace mode": ({"compilation_config": {"mode": 2}}, "compilation mode DYNAMO_TRACE_ONCE runs no passes"),
+    "eager backend": ({"compilation_config": {"backend": "eager"}}, "compilation backend eager runs no passes"),
+    "own pass": (
+        {"compilation_config": {"inductor_compile_config": {PASS_KEY: None}}},
+        "post_grad_custom_post_pass given",
+    ),
+}
+
+
+def _asked(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "compilation_config": compilation_config(**fields.get("compilation_config", {}))}
+
+
+@pytest.fixture
+def line(build, startup_lines):
+    """`line(**fields)`: the one line that building with these fields logs."""
+
+    def said(**fields: Any) -> str:
+        build(**_asked(fields))
+        assert len(startup_lines) == 1
+        assert "\n" not in startup_lines[0]
+        return startup_lines[0]
+
+    return said
+
+
+def test_every_part_is_in_the_line_once(line):
+    said = line()
+    assert [part.name for part in MODULES] == ["kv8", "passes", "linear", "prune", "scheduler", "offload"]
+    for part in MODULES:
+        assert said.count(f"{part.name} (") == 1
+
+
+def test_with_everything_on_the_line_names_the_two_parts_of_this_version(line):
+    assert line() == f"{VERSION}active: {KV8}, {PASSES}; not active: {MISSING}"
+
+
+@pytest.mark.parametrize(("fields", "why"), KV8_OFF.values(), ids=KV8_OFF)
+def test_the_line_says_why_the_cache_is_vllms_own(line, fields, why):
+    assert line(**fields) == f"{VERSION}active: {PASSES}; not active: kv8 ({why}), {MISSING}"
+
+
+@pytest.mark.parametrize(("fields", "why"), PASSES_OFF.values(), ids=PASSES_OFF)
+def test_the_line_says_why_no_pass_runs(line, fields, why):
+    assert line(**fields) == f"{VERSION}active: {KV8}; not active: passes ({why}), {MISSING}"
+
+
+def test_with_everything_off_the_line_says_that_nothing_is_active(line):
+    off = {"enforce_eager": True, "additional_config": {"kvcompile": {"kv8.enabled": False}}}
+    expected = f"not active: kv8 (kv8.enabled=false), passes (--enforce-eager: nothing is compiled), {MISSING}"
+    assert line(**off) == f"{VERSION}active: nothing; {expected}"
+
+
+def test_lora_on_a_cpu_turns_compilation_off_and_the_line_says_so(line):
+    said = line(enable_lora=True, additional_config={"kvcompile": {"kv8.enabled": False}})
+    assert "passes (compilation mode NONE: nothing is compiled)" in said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "numbers"),
+    [
+        ("bfloat16", 128, "264 instead of 512"),
+        ("float16", 64, "136 instead of 256"),
+        ("float32", 64, "136 instead of 512"),
+        ("bfloat16", 80, "168 instead of 320"),
+    ],
+)
+def test_the_bytes_are_of_the_model_at_hand(line, checkpoint, dtype, head_size, numbers):
+    said = line(model=checkpoint(head_dim=head_size), dtype=dtype)
+    assert f"kv8 ({numbers} bytes per token and KV head, torch CPU operators)" in said
+
+
+def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
+    config = build()
+    monkeypatch.setattr(report, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    said = report.startup_line(config, KVCompileConfig(), {})
+    assert "kv8 (136 instead of 256 bytes per token and KV head, vLLM's Triton int8 kernels)" in said
+
+
+def test_a_note_wins_over_the_state(build):
+    said = report.startup_line(build(), KVCompileConfig(), {"kv8": "reason one", "passes": "reason two"})
+    assert said == f"{VERSION}active: nothing; not active: kv8 (reason one), passes (reason two), {MISSING}"
+
+
+def test_a_missing_part_is_missing_also_where_it_is_switched_off(build):
+    options = resolve(overrides={f"{m.name}.enabled": False for m in MODULES if not m.available}, environ={}).config
+    assert report.startup_line(build(), options, {}).endswith(f"not active: {MISSING}")
+
+
+@pytest.mark.parametrize("mode", CompilationMode, ids=lambda mode: mode.name)
+def test_the_line_speaks_of_the_mode_that_vllm_ended_up_with(build, mode):
+    config = build()
+    config.compilation_config.mode = mode
+    said = report.startup_line(config, KVCompileConfig(), {})
+    assert (PASSES in said) is (mode is CompilationMode.VLLM_COMPILE)
+    assert mode.name in said
+
+
+def test_who_does_not_ask_reads_nothing_of_kvcompile(engine_args, startup_lines):
+    engine_args().create_engine_config()
+    assert startup_lines == []

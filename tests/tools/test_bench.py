@@ -1,0 +1,89 @@
+"""`kvcompile bench`: its arguments, its table and its record, with a server that takes no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcompile.cli import main
+from kvcompile.tools import bench
+from kvcompile.tools.server import ServerError
+
+
+class _Server:
+    """Counts requests instead of serving them."""
+
+    started: list[list[str]] = []
+    requests: list[dict[str, Any]] = []
+
+    def __init__(self, model: str, arguments: list[str], *, log: Path) -> None:
+        self.command = ["vllm", "serve", model, *arguments]
+
+    def __enter__(self) -> _Server:
+        self.started.append(self.command)
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_until_ready(self, timeout_s: float) -> None: ...
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append(body)
+        return {}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> type[_Server]:
+    _Server.started, _Server.requests = [], []
+    monkeypatch.setattr(bench, "VllmServer", _Server)
+    return _Server
+
+
+def test_both_systems_get_the_same_arguments_but_for_the_flag(server: type[_Server]) -> None:
+    assert main(["bench", "decode", "--model", "m", "--batch", "2", "--runs", "1"]) == 0
+    stock, ours = server.started
+    assert "--compilation-config" not in stock
+    assert [a for a in ours if a not in ("--compilation-config", "kvcompile")] == stock
+
+
+def test_the_record_has_a_row_per_system_and_metric_of_one_case(server: type[_Server], tmp_path: Path) -> None:
+    target = tmp_path / "decode.json"
+    options = ["--batch", "2", "--prompt-tokens", "5", "--output-tokens", "4", "--runs", "3", "--json", str(target)]
+    assert main(["bench", "decode", "--model", "m", *options]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert [(r["case"], r["system"], r["metric"], r["runs"]) for r in rows] == [
+        ("decode 2x5", system, metric, 3)
+        for system in ("vllm-bf16", "kvcompile")
+        for metric in ("tpot_p50", "output_throughput")
+    ]
+    # Per system: a warm-up, then three times one token and five tokens, each by both requests at once.
+    assert [b["max_tokens"] for b in server.requests] == [5, 5, *[1, 1, 5, 5] * 3] * 2
+    assert {len(b["prompt"]) for b in server.requests} == {5}
+
+
+@pytest.mark.parametrize("option", ["--batch", "--prompt-tokens", "--output-tokens", "--runs"])
+def test_a_count_below_one_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decode", option, "0"]) == 2
+    assert capsys.readouterr().err == f"kvcompile: error: {option} is 0; allowed is 1 or more\n"
+
+
+def test_a_record_into_a_missing_folder_is_refused_before_anything_runs(
+    server: type[_Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert "the folder does not exist" in capsys.readouterr().err
+    assert server.started == []
+
+
+def test_a_server_that_fails_is_reported_and_gives_exit_code_1(
+    server: type[_Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: _Server, timeout_s: float) -> None:
+        raise ServerError("the server ended with exit code 3")
+
+    monkeypatch.setattr(server, "wait_until_ready", fail)
+    assert main(["bench", "decode", "--model", "m"]) == 1
+    assert capsys.readouterr().err == "kvcompile bench: the server ended with exit code 3\n"

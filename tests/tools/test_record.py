@@ -1,0 +1,39 @@
+"""Benchmark records have one shape, and are written whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvcompile.tools import record
+
+
+def test_a_row_holds_median_and_spread_of_its_runs() -> None:
+    assert record.row("decode 8x512", "kvcompile", "tpot_p50", "ms", [3.0, 1.0, 2.0]) == {
+        "case": "decode 8x512",
+        "system": "kvcompile",
+        "metric": "tpot_p50",
+        "unit": "ms",
+        "median": 2.0,
+        "min": 1.0,
+        "max": 3.0,
+        "runs": 3,
+    }
+
+
+def test_a_record_says_what_ran_where_and_how() -> None:
+    row = record.row("c", "s", "time", "us", [1.0])
+    made = record.record("decode", "kvcompile bench decode", [row])
+    assert list(made) == ["name", "date", "gpu", "cpu", "versions", "command", "rows"]
+    assert made["rows"] == [row]
+    assert made["versions"]["torch"].startswith("2.11")
+    assert made["versions"]["vllm"].startswith("0.23.0")
+    assert "threads" in made["cpu"]
+
+
+def test_writing_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "decode.json"
+    target.write_text("old")
+    record.write(target, {"name": "decode"})
+    assert json.loads(target.read_text()) == {"name": "decode"}
+    assert list(tmp_path.iterdir()) == [target]
