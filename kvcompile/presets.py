@@ -28,6 +28,9 @@ MODULES = (
     Module("offload", False, "host offload of preempted requests"),
 )
 
+# The FX passes that this version has, in order: the names in `kvcompile.passes.pipeline.PASSES`, which needs torch.
+PASS_NAMES: tuple[str, ...] = ()
+
 
 def availability() -> list[tuple[str, str, str]]:
     """Rows (module, "available" | "not yet", what it is) for `kvcompile doctor` and the demo's table."""
@@ -39,11 +42,16 @@ def refuse_unavailable(resolved: Resolved) -> None:
     missing = {m.name: m.what for m in MODULES if not m.available}
     for key, source in resolved.sources.items():
         section, _, field = key.partition(".")
-        off = field == "enabled" and not getattr(resolved.config, section).enabled
-        if section in missing and not off:
+        value = getattr(getattr(resolved.config, section), field) if field else None
+        if section in missing and (field, value) != ("enabled", False):
             raise UsageError(
                 f"{key} (from {source}): {missing[section]} is not in this version of kvcompile; remove the key "
                 f"or set {section}.enabled=false"
+            )
+        if section == "passes" and value is True and field not in PASS_NAMES:
+            raise UsageError(
+                f"{key} (from {source}): this version of kvcompile has no such pass (it has: "
+                f"{', '.join(PASS_NAMES) or 'none'}); remove the key or set it to false"
             )
 
 

@@ -24,6 +24,9 @@ MIN_PADDING = 64
 SPAN_ELEMENTS = 4 << 20
 QUERY_TILE = 2048
 
+# What F.scaled_dot_product_attention calls on a CPU; unlike it, this returns the log-sum-exp too.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """`kv8_store` after its checks."""
@@ -93,7 +96,12 @@ def plan(
     ends, rows, columns, owner, queries = torch.tensor(pieces, dtype=torch.int64).view(-1, 5).unbind(1)
     if len(pieces) == len(tokens):
         owner, tokens = owner[:0], queries
-    planned = [torch.tensor(prefills, dtype=torch.int64).view(-1, 4), torch.as_tensor(tokens), queries, owner]
+    planned = [
+        torch.tensor(prefills, dtype=torch.int64).view(-1, 4),
+        torch.as_tensor(tokens, dtype=torch.int64),
+        queries,
+        owner,
+    ]
     for tile in _tiles([end for end, *_ in pieces], block_size, tile_blocks * block_size):
         count = -(-pieces[tile.start][0] // block_size)
         end = ends[tile, None]
@@ -188,7 +196,7 @@ def _merge(mixed: torch.Tensor, lse: torch.Tensor, owner: torch.Tensor) -> torch
 def _gather(
     cache: torch.Tensor, blocks: torch.Tensor, rows: int, workspace: torch.Tensor, dropped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """fp32 [rows * G, W, d] in `workspace`: keys or values of `blocks`; zeros in the `dropped` slots of the rows * W."""
+    """fp32 [rows * G, W, d] in `workspace`: keys or values of `blocks`, zeros in `dropped` of the rows * W slots."""
     raw = cache.index_select(0, blocks)
     count, block_size, kv_heads, width = raw.shape
     if dropped is not None:  # A NaN scale would survive a weight of 0.
@@ -213,15 +221,12 @@ def _prefill(
         # [G, r, tokens, d]: KV heads as the batch, so that one K serves all r query heads without a copy.
         q = query[first:last].to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         start = length - new + first
-        spans = [(i, min(i + step, start), False) for i in range(0, start, step)] + [
-            (start, start + last - first, True)
-        ]
+        spans = [(begin, min(begin + step, start), False) for begin in range(0, start, step)]
+        spans.append((start, start + last - first, True))
         mixed = lse = None
         for begin, end, causal in spans:
             k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in _dequantise(kv_cache, blocks, begin, end, dtype))
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=scale
-            )
+            part, part_lse = _flash(q, k, v, 0.0, causal, scale=scale)
             if mixed is None:
                 mixed, lse = part, part_lse
             else:

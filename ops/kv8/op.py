@@ -75,7 +75,7 @@ def plan_attention(
     """The part of `kv8_attention` that is the same for every layer of a step, to be computed once and passed as `plan`.
 
     Optional: without it each call works it out again. Arguments as for `kv8_attention`; `block_size` in tokens. The
-    result is opaque and valid for one step: it holds the contents of the three tensors, not the tensors.
+    result is opaque, holds what the three tensors contain at the time of the call, and is valid for that step alone.
 
     Raises ValueError if a row has more tokens than its table has room for, or more new tokens than tokens.
     """
@@ -105,6 +105,8 @@ def _attention_cpu(
     plan: list[torch.Tensor] | None = None,
 ) -> None:
     layout.check_attention("kv8_attention", query, kv_cache, block_table, seq_lens, query_start_loc, output)
+    if (used := int(query_start_loc[-1])) > query.shape[0]:
+        layout.fail("kv8_attention", "query_start_loc", f"{used} tokens", f"at most the {query.shape[0]} of query")
     if plan is None:
         _, _, block_size, kv_heads, _ = kv_cache.shape
         plan = cpu.plan(block_table, seq_lens, query_start_loc, block_size, kv_heads, query.shape[2])

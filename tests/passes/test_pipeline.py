@@ -317,3 +317,9 @@ def test_a_copy_of_the_inductor_pass_starts_afresh_with_the_same_configuration(c
     assert other.uuid() != KVCompilePass(CONFIG).uuid()
     assert other.pipeline is not ours.pipeline
     assert (ours.pipeline.graphs_seen, other.pipeline.graphs_seen) == (1, 0)
+
+
+def test_the_names_that_the_command_line_accepts_are_those_of_the_built_in_passes() -> None:
+    from kvcompile.presets import PASS_NAMES
+
+    assert tuple(graph_pass.name for graph_pass in pipeline.PASSES) == PASS_NAMES

@@ -1,0 +1,42 @@
+"""Options of parts that this version does not have are refused by name; switching them off is fine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcompile.config import SECTIONS, UsageError, resolve
+from kvcompile.presets import MODULES, availability, refuse_unavailable
+
+
+def test_every_section_of_the_configuration_is_a_module() -> None:
+    assert {m.name for m in MODULES} == set(SECTIONS)
+
+
+def test_availability_names_every_module_once() -> None:
+    assert [row[0] for row in availability()] == [m.name for m in MODULES]
+    assert {row[1] for row in availability()} == {"available", "not yet"}
+
+
+@pytest.mark.parametrize("name", [m.name for m in MODULES if not m.available])
+def test_switching_on_a_part_that_is_not_there_is_refused_and_switching_it_off_is_not(name: str) -> None:
+    refuse_unavailable(resolve(overrides={name: {"enabled": False}}, environ={}))
+    with pytest.raises(
+        UsageError, match=rf"^{name}\.enabled \(from .*\): .* not in this version .* {name}\.enabled=false$"
+    ):
+        refuse_unavailable(resolve(overrides={name: {"enabled": True}}, environ={}))
+
+
+def test_any_other_option_of_a_part_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^prune\.keep_ratio \(from environment KVCOMPILE_PRUNE_KEEP_RATIO\): "):
+        refuse_unavailable(resolve(environ={"KVCOMPILE_PRUNE_KEEP_RATIO": "0.25"}))
+
+
+def test_asking_for_a_pass_that_is_not_there_is_refused_and_switching_it_off_is_not() -> None:
+    refuse_unavailable(resolve(overrides={"passes": {"norm_quant": False}}, environ={}))
+    with pytest.raises(UsageError, match=r"^passes\.norm_quant \(from .*no such pass \(it has: none\)"):
+        refuse_unavailable(resolve(overrides={"passes": {"norm_quant": True}}, environ={}))
+
+
+def test_defaults_and_options_of_parts_that_are_there_pass() -> None:
+    refuse_unavailable(resolve(environ={}))
+    refuse_unavailable(resolve(overrides={"kv8": {"enabled": True}, "strict": True}, environ={}))
