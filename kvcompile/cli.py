@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "bench": "measure stock vLLM and kvcompile side by side on this machine",
     "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
     "bench": "measure stock vLLM and kvcompile in one run, and write a benchmark record",
     "doctor": "check this machine and installation, and say what would be active",

@@ -8,6 +8,7 @@ import torch.fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
 
+from kvcompile.integrations.vllm.vector_isa import remember_checks
 from kvcompile.passes.pipeline import PassPipeline
 
 logger = init_logger("vllm.kvcompile")
@@ -27,8 +28,14 @@ class KVCompilePass(InductorPass):
         self._config = config
         self._pipeline: PassPipeline | None = None
 
+        remember_checks()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_pipeline": None}
+        return {"_config": self._config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # In each process that the configuration reaches, and before anything is compiled there.
+        self.__init__(state["_config"])
 
     @property
     def pipeline(self) -> PassPipeline:

@@ -15,11 +15,12 @@ from kvcompile.ops.kv8.layout import QUANT_MAX, SCALE_BYTES, SCALE_FLOOR
 def quantise(x: torch.Tensor) -> torch.Tensor:
     """Head vectors [..., d] as the cache stores them: int8 [..., d + 4], data and the bytes of the fp32 scale.
 
-    The scale is computed in fp32, as part of the definition: it is what gets stored.
+    The scale is computed in fp32, as part of the definition: it is what gets stored. Data under a scale that is not
+    finite is 0.
     """
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / QUANT_MAX).clamp_min(SCALE_FLOOR)
-    data = torch.round(x / scale).to(torch.int8)
+    data = torch.where(scale.isfinite(), torch.round(x / scale), 0.0).to(torch.int8)
     return torch.cat([data, scale.contiguous().view(torch.int8)], -1)
 
 

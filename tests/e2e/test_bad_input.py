@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,66 +34,74 @@ def _serve(model: str | Path, *arguments: str, **environment: str) -> tuple[int,
     return process.returncode, error
 
 
-def _assert_one_line(result: tuple[int, str], *parts: str) -> None:
-    code, error = result
-    lines = [line for line in error.splitlines() if line.startswith("kvcompile: error: ")]
+@pytest.fixture(scope="module")
+def results(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[tuple[int, str], tuple[str, ...]]]]:
+    """Every mistake, made once: name -> ((exit code, standard error), parts of the one line that answers it).
+
+    Two at a time: starting the command costs some fifteen seconds of imports, whatever the mistake.
+    """
+    folder = tmp_path_factory.mktemp("bad-input")
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 1}
+    (folder / "config.json").write_text(json.dumps(gpt2))
+    (folder / "kv.toml").write_text("[kv8]\nenable = true\n")
+    nowhere = folder / "nowhere"
+    bare = "--skip-tokenizer-init"
+    with socket.socket() as holder, ThreadPoolExecutor(2) as pool:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        cases = {
+            "missing checkpoint": ((nowhere,), {}, (str(nowhere), "no such folder")),
+            "unknown hub name": (("nobody/no-such-model",), {}, ("nobody/no-such-model",)),
+            "architecture": (
+                (folder, bare),
+                {},
+                ("GPT2LMHeadModel", "LlamaForCausalLM", "without --compilation-config"),
+            ),
+            "port": ((tiny_llama, "--host", "127.0.0.1", "--port", port), {}, (f"port {port}", "in use", "--port")),
+            "unknown key": (
+                (tiny_llama, bare),
+                {"KVCOMPILE_CONFIG": str(folder / "kv.toml")},
+                ("kv8.enable", "kv.toml", "kv8.enabled"),
+            ),
+            "value out of range": (
+                (tiny_llama, bare),
+                {"KVCOMPILE_OFFLOAD_LAZY_GPU_FREE_TRIGGER": "1.5"},
+                ("offload.lazy_gpu_free_trigger", "1.5", "0", "1"),
+            ),
+            "memory": (
+                (tiny_llama, bare, "--load-format", "dummy", "--kv-cache-memory-bytes", str(100 << 10)),
+                {},
+                ("too little memory", "512 tokens", "--max-model-len"),
+            ),
+        }
+        assert list(cases) == CASES
+        futures = {name: pool.submit(_serve, *command, **variables) for name, (command, variables, _) in cases.items()}
+        yield {name: (future.result(), cases[name][2]) for name, future in futures.items()}
+
+
+CASES = [
+    "missing checkpoint",
+    "unknown hub name",
+    "architecture",
+    "port",
+    "unknown key",
+    "value out of range",
+    "memory",
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_the_mistake_is_answered_by_one_line_that_names_it_and_exit_code_2(
+    name: str, results: dict[str, tuple[tuple[int, str], tuple[str, ...]]]
+) -> None:
+    (code, error), parts = results[name]
     assert code == 2, error[-4000:]
+    lines = [line for line in error.splitlines() if line.startswith("kvcompile: error: ")]
     assert len(lines) == 1, error[-4000:]
     for part in parts:
         assert part in lines[0]
-
-
-@pytest.fixture
-def gpt2(tmp_path: Path) -> Path:
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.e2e
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    _assert_one_line(_serve(tmp_path / "nowhere"), str(tmp_path / "nowhere"), "no such folder")
-
-
-@pytest.mark.e2e
-def test_an_unknown_hub_name_is_named(tmp_path: Path) -> None:
-    _assert_one_line(_serve("nobody/no-such-model"), "nobody/no-such-model")
-
-
-@pytest.mark.e2e
-def test_an_unsupported_architecture_is_named_with_the_supported_ones(gpt2: Path) -> None:
-    _assert_one_line(
-        _serve(gpt2, "--skip-tokenizer-init"), "GPT2LMHeadModel", "LlamaForCausalLM", "without --compilation-config"
-    )
-
-
-@pytest.mark.e2e
-def test_a_port_in_use_is_named(tiny_llama: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        result = _serve(tiny_llama, "--host", "127.0.0.1", "--port", str(port))
-    _assert_one_line(result, f"port {port}", "in use", "--port")
-
-
-@pytest.mark.e2e
-def test_an_unknown_key_in_the_configuration_file_is_named_with_its_neighbour(tiny_llama: Path, tmp_path: Path) -> None:
-    file = tmp_path / "kv.toml"
-    file.write_text("[kv8]\nenable = true\n")
-    result = _serve(tiny_llama, "--skip-tokenizer-init", KVCOMPILE_CONFIG=str(file))
-    _assert_one_line(result, "kv8.enable", "kv.toml", "kv8.enabled")
-
-
-@pytest.mark.e2e
-def test_a_value_out_of_range_is_named_with_its_range(tiny_llama: Path) -> None:
-    result = _serve(tiny_llama, "--skip-tokenizer-init", KVCOMPILE_OFFLOAD_LAZY_GPU_FREE_TRIGGER="1.5")
-    _assert_one_line(result, "offload.lazy_gpu_free_trigger", "1.5", "0", "1")
-
-
-@pytest.mark.e2e
-def test_too_little_memory_names_what_is_needed_and_what_would_fit(tiny_llama: Path) -> None:
-    result = _serve(
-        tiny_llama, "--skip-tokenizer-init", "--load-format", "dummy", "--kv-cache-memory-bytes", str(100 * 2**10)
-    )
-    _assert_one_line(result, "too little memory", "512 tokens", "--max-model-len")

@@ -45,9 +45,9 @@ def test_options_come_from_a_file(build, monkeypatch, tmp_path, name, text):
 
 @pytest.mark.parametrize("by_flag", [True, False], ids=["additional_config", "compilation_config"])
 def test_a_flag_wins_over_the_environment_and_the_environment_over_a_file(build, monkeypatch, tmp_path, by_flag):
-    (tmp_path / "kv.toml").write_text("strict = true\n[passes]\nnorm_quant = false\nswiglu_quant = false\n")
+    (tmp_path / "kv.toml").write_text("strict = true\n[kv8]\nenabled = false\n[passes]\nswiglu_quant = false\n")
     monkeypatch.setenv("KVCOMPILE_CONFIG", str(tmp_path / "kv.toml"))
-    monkeypatch.setenv("KVCOMPILE_PASSES_NORM_QUANT", "true")
+    monkeypatch.setenv("KVCOMPILE_KV8_ENABLED", "true")
     monkeypatch.setenv("KVCOMPILE_STRICT", "true")
     options = {"strict": False}
     given = {"additional_config": {"kvcompile": options}}

@@ -8,7 +8,7 @@ import torch
 
 from kvcompile.ops.kv8 import kv8_attention, kv8_store, kv_cache_shape, plan_attention
 
-POISON = 0x7F  # as int8 the largest value; four of them are an fp32 NaN
+POISON = -1  # all bits set: four of these bytes are an fp32 NaN
 
 
 @dataclass

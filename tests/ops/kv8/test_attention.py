@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.ops.kv8 import HEAD_SIZES, cpu, kv8_attention, plan_attention, reference
-from tests.ops.kv8.batches import Batch, make_batch
+from tests.ops.kv8.batches import POISON, Batch, make_batch
 
 # Decode works in fp32. Prefill in bf16 rounds K, V, probabilities and output to 8 bits of mantissa.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -117,6 +117,26 @@ def test_scores_that_differ_by_thousands_neither_overflow_nor_give_nan() -> None
     _assert_like_reference(batch, batch.attend())
 
 
+def test_every_byte_that_no_position_maps_to_is_a_nan_scale_so_that_a_leak_shows() -> None:
+    batch = make_batch([(3, 1), (0, 5)])
+    scales = batch.cache[..., 64:].contiguous().view(torch.float32)
+    assert (~scales.isnan()).sum() == 2 * 2 * (4 + 5)  # K and V, two heads, the tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_request_with_a_nan_spoils_no_other_request(dtype: torch.dtype) -> None:
+    rows = [(40, 1), (40, 1), (16, 8), (0, 8), (35, 1)]
+    batch = make_batch(rows, dtype=dtype)
+    expected = batch.attend()
+    broken = [0, *range(2, 10)]  # the tokens of rows 0 and 2
+    batch.query[0] = float("nan")
+    batch.cache[batch.block_table[2, 0].long(), :, 5, :, -4:] = POISON
+    output = batch.attend()
+    assert output[broken].isnan().all()
+    healthy = [token for token in range(batch.query.shape[0]) if token not in broken]
+    assert torch.equal(output[healthy], expected[healthy])
+
+
 def test_all_zero_keys_average_the_values() -> None:
     batch = make_batch([(31, 1)], dtype=torch.float32)
     keys = batch.cache[:, 0]
@@ -159,6 +179,9 @@ BATCH = make_batch([(20, 2)])
     [
         ("query", "3 heads", {"query": BATCH.query[:, :3], "output": BATCH.query[:, :3]}),
         ("query", "torch.int32", {"query": BATCH.query.int()}),
+        ("query", "strides", {"query": BATCH.query.transpose(0, 2).contiguous().transpose(0, 2)}),
+        ("kv_cache", "meta", {"kv_cache": BATCH.cache.to("meta")}),
+        ("block_table", "meta", {"block_table": BATCH.block_table.to("meta")}),
         ("kv_cache", "132 bytes", {"kv_cache": make_batch([(20, 2)], head_size=128).cache}),
         ("block_table", "torch.int64", {"block_table": BATCH.block_table.long()}),
         ("seq_lens", "torch.int64", {"seq_lens": BATCH.seq_lens.long()}),
@@ -168,6 +191,7 @@ BATCH = make_batch([(20, 2)])
         ("seq_lens", "-4 in row 0", {"seq_lens": torch.tensor([-4], dtype=torch.int32)}),
         ("query_start_loc", "1 entries", {"query_start_loc": torch.zeros(1, dtype=torch.int32)}),
         ("query_start_loc", r"\[1, 2\]", {"query_start_loc": torch.tensor([1, 2], dtype=torch.int32)}),
+        ("query_start_loc", "3 tokens", {"query_start_loc": torch.tensor([0, 3], dtype=torch.int32)}),
         ("query_start_loc", r"\[0, -1\]", {"query_start_loc": torch.tensor([0, -1], dtype=torch.int32)}),
         ("output", "torch.float32", {"output": BATCH.query.float()}),
         ("output", r"\(1, 4, 64\)", {"output": BATCH.query[:1].clone()}),

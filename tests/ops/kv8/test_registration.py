@@ -27,15 +27,20 @@ def test_opcheck_finds_nothing_wrong_with_the_attention(rows: list[tuple[int, in
 
 
 def test_both_compile_into_one_graph_with_a_dynamic_number_of_tokens() -> None:
-    def step(key: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        torch.ops.kvcompile.kv8_store(key * 2, key * 3, cache, slots)
-        return cache.view(torch.int32).sum() + key.shape[0]
+    def step(query: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
+        torch.ops.kvcompile.kv8_store(query * 2, query * 3, cache, slots)
+        output = torch.zeros_like(query)
+        torch.ops.kvcompile.kv8_attention(query, cache, *batch, output, 0.125)
+        return output + query.shape[0]
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    table = torch.tensor([[1, 0]], dtype=torch.int32)
     for tokens in (2, 5, 9):
-        key = torch.randn(tokens, 2, 64, dtype=torch.bfloat16)
+        query = torch.randn(tokens, 2, 64, dtype=torch.bfloat16)
+        batch = table, torch.tensor([tokens], dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
         ours, theirs = poisoned_cache(2, 16, 2, 64), poisoned_cache(2, 16, 2, 64)
-        assert torch.equal(compiled(key, ours, torch.arange(tokens)), step(key, theirs, torch.arange(tokens)))
+        slots = torch.arange(16, 16 + tokens)
+        assert torch.equal(compiled(query, ours, slots, *batch), step(query, theirs, slots, *batch))
         assert torch.equal(ours, theirs)
 
 

@@ -110,6 +110,7 @@ def test_a_vector_that_is_not_finite_reads_as_nan_and_leaves_its_neighbours_alon
     kv8_store(key, key, cache, _slots(0, 1, 2))
     read = reference.dequantise(cache[0, 0, :3])
     assert read[1, 0].isnan().all()
+    assert torch.equal(cache[0, 0, :3], reference.quantise(key))
     read[1, 0] = 0
     assert read.isfinite().all()
 
