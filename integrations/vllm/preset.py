@@ -49,7 +49,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     _check_model_first(args, with_kv8="kv8" not in notes)
     config = _build(args, build)
     checks.refuse_too_little_memory(config)
-    logger.info(report.startup_line(config, resolved.config, notes))
+    logger.info(report.startup_line(config, notes))
     return config
 
 

@@ -9,7 +9,6 @@ import pytest
 from vllm.config import CompilationMode
 
 import kvcompile
-from kvcompile.config import KVCompileConfig, resolve
 from kvcompile.integrations.vllm import report
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY
 from kvcompile.presets import MODULES, compilation_config
@@ -105,25 +104,26 @@ def test_the_bytes_are_of_the_model_at_hand(line, checkpoint, dtype, head_size, 
 def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
     config = build()
     monkeypatch.setattr(report, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    said = report.startup_line(config, KVCompileConfig(), {})
+    said = report.startup_line(config, {})
     assert "kv8 (136 instead of 256 bytes per token and KV head, vLLM's Triton int8 kernels)" in said
 
 
 def test_a_note_wins_over_the_state(build):
-    said = report.startup_line(build(), KVCompileConfig(), {"kv8": "reason one", "passes": "reason two"})
+    said = report.startup_line(build(), {"kv8": "reason one", "passes": "reason two"})
     assert said == f"{VERSION}active: nothing; not active: kv8 (reason one), passes (reason two), {MISSING}"
 
 
 def test_a_missing_part_is_missing_also_where_it_is_switched_off(build):
-    options = resolve(overrides={f"{m.name}.enabled": False for m in MODULES if not m.available}, environ={}).config
-    assert report.startup_line(build(), options, {}).endswith(f"not active: {MISSING}")
+    off = {f"{m.name}.enabled": False for m in MODULES if not m.available}
+    config = build(additional_config={"kvcompile": off})
+    assert report.startup_line(config, {}).endswith(f"not active: {MISSING}")
 
 
 @pytest.mark.parametrize("mode", CompilationMode, ids=lambda mode: mode.name)
 def test_the_line_speaks_of_the_mode_that_vllm_ended_up_with(build, mode):
     config = build()
     config.compilation_config.mode = mode
-    said = report.startup_line(config, KVCompileConfig(), {})
+    said = report.startup_line(config, {})
     assert (PASSES in said) is (mode is CompilationMode.VLLM_COMPILE)
     assert mode.name in said
 
