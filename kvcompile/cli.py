@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 COMMANDS = {
     "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
@@ -16,11 +18,14 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 success; 1 what the subcommand found; 2 a usage error, told in one line on standard error; 130 interrupted.
+    0 success; 1 what the subcommand found; 2 a usage error, told in one line on standard error; 130 interrupted, 143
+    terminated, after what was started has been ended.
     Anything else is a fault of kvcompile and propagates.
     """
     from kvcompile.config import UsageError
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if not word.startswith("-")), None)
     try:
@@ -38,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Unwind as from an exception, so that a subcommand ends the server that it has started."""
+    raise SystemExit(128 + number)
 
 
 def _parser(named: str | None) -> argparse.ArgumentParser:

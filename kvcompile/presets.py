@@ -37,6 +37,14 @@ def availability() -> list[tuple[str, str, str]]:
     return [(m.name, "available" if m.available else "not yet", m.what) for m in MODULES]
 
 
+def in_this_version(key: str) -> bool:
+    """Whether the option `key` belongs to a part that this version has."""
+    section, _, field = key.partition(".")
+    if section == "passes":
+        return field in PASS_NAMES
+    return all(m.available for m in MODULES if m.name == section)
+
+
 def refuse_unavailable(resolved: Resolved) -> None:
     """Raise `UsageError` if the user set a key of a part that this version cannot run; switching it off is fine."""
     missing = {m.name: m.what for m in MODULES if not m.available}

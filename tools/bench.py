@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is 1 or more")
     if args.json and not args.json.parent.is_dir():
         raise UsageError(f"--json {args.json}: the folder does not exist; create it or name another")
+    if args.model and not Path(args.model, "config.json").is_file():
+        raise UsageError(f"--model {args.model}: no folder with a config.json; give that of a Hugging Face checkpoint")
     model = args.model or str(checkpoint())
     case = f"decode {args.batch}x{args.prompt_tokens}"
     rows = []

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvcompile.config import UsageError
 from kvcompile.presets import availability
 from kvcompile.tools.prose import prose
-from kvcompile.tools.server import ServerError, VllmServer
+from kvcompile.tools.server import ServerError, VllmServer, refuse_unusable_port
 from kvcompile.tools.smollm2 import checkpoint
 
 QUESTION = "In one sentence: what is a key-value cache in a language model?"
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 after a complete demonstration, 1 if the server failed; its last log lines are printed then."""
+    _refuse_bad_arguments(args)
     console = Console(highlight=False)
     model = checkpoint()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +61,14 @@ def run(args: argparse.Namespace) -> int:
             return 1
     console.print("Server stopped. To serve your own model: vllm serve MODEL --compilation-config kvcompile")
     return 0
+
+
+def _refuse_bad_arguments(args: argparse.Namespace) -> None:
+    """What would otherwise come to light only when the server has started, or with a stack trace."""
+    if args.port is not None:
+        refuse_unusable_port(args.port)
+    if args.keep_log is not None and (args.keep_log.is_dir() or not args.keep_log.parent.is_dir()):
+        raise UsageError(f"--keep-log {args.keep_log}: no file can be written there; name one in an existing folder")
 
 
 def _wait(console: Console, server: VllmServer) -> None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """The report: "ok", "findings", "configuration" (None if it has an error, which is then a finding), "modules"."""
-    from kvcompile.presets import availability, refuse_unavailable
+    from kvcompile.presets import availability, in_this_version, refuse_unavailable
 
     findings = everything(os.environ)
     configuration, modules = None, []
@@ -47,9 +47,11 @@ def examine() -> dict[str, Any]:
             {
                 "key": row.key,
                 "value": _value(resolved.config, row.key),
+                "allowed": row.allowed,
                 "source": resolved.sources.get(row.key, "default"),
             }
             for row in describe()
+            if in_this_version(row.key)
         ]
         refuse_unavailable(resolved)
     except UsageError as error:
@@ -88,7 +90,7 @@ def _print_lines(report: dict[str, Any]) -> None:
     if report["configuration"] is not None:
         print("Configuration")
         for row in report["configuration"]:
-            print(f"        {row['key']:<32}  {json.dumps(row['value']):<14}  {row['source']}")
+            print(f"        {row['key']:<32}  {json.dumps(row['value']):<8}  {row['source']:<10}  {row['allowed']}")
     print("Modules")
     for row in report["modules"]:
         print(f"        {row['module']:<14}  {row['state']:<10}  {row['reason']}")
@@ -118,9 +120,9 @@ def _print_tables(report: dict[str, Any]) -> None:
         table.add_row(Text(section if first else ""), Text(row["name"]), state, found)
     console.print(table)
     if report["configuration"] is not None:
-        table = Table("key", "value", "source", title="configuration", title_justify="left")
+        table = Table("key", "value", "source", "allowed", title="configuration", title_justify="left")
         for row in report["configuration"]:
-            table.add_row(Text(row["key"]), Text(json.dumps(row["value"])), Text(row["source"]))
+            table.add_row(Text(row["key"]), Text(json.dumps(row["value"])), Text(row["source"]), Text(row["allowed"]))
         console.print(table)
     table = Table("module", "state", "reason", title="modules", title_justify="left")
     for row in report["modules"]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -155,9 +155,12 @@ def cache_dir() -> list[Finding]:
     except UsageError as error:
         return [Finding("Host", "cache", "fail", str(error), "export KVCOMPILE_CACHE_DIR=DIR")]
     existing = next(path for path in (place, *place.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # asking for permissions is not enough: root has all of them
+            pass
+    except OSError as error:
         remedy = "name a writable directory in KVCOMPILE_CACHE_DIR"
-        return [Finding("Host", "cache", "fail", f"{place} cannot be written", remedy)]
+        return [Finding("Host", "cache", "fail", f"{place} cannot be written: {error.strerror}", remedy)]
     free = shutil.disk_usage(existing).free
     value = f"{place}, {_size(free)} free"
     if free < LEAST_DISK_BYTES:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvcompile.config import UsageError
+
 
 class ServerError(RuntimeError):
     """The server ended or did not answer in time; the message ends with the last lines of its log."""
@@ -28,6 +30,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def refuse_unusable_port(port: int) -> None:
+    """Raise `UsageError` unless `port` is one that a server can have on the loopback interface now."""
+    if not 1 <= port <= 65535:
+        raise UsageError(f"--port is {port}; allowed are 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UsageError(f"--port {port}: {error.strerror}; give another, or leave it out for a free one") from None
 
 
 class VllmServer:

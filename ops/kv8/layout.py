@@ -11,6 +11,7 @@ long (padded pages, layers interleaved in one allocation); within a block everyt
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -92,11 +93,27 @@ def check_block_size(op: str, block_size: int) -> None:
         fail(op, "block_size", block_size, f"a multiple of {BLOCK_SIZE_MULTIPLE}")
 
 
+def check_plan_sizes(op: str, num_kv_heads: int, head_size: int) -> None:
+    """Raise ValueError unless a cache can have these sizes."""
+    if num_kv_heads < 1:
+        fail(op, "num_kv_heads", num_kv_heads, "1 or more")
+    if head_size not in HEAD_SIZES:
+        fail(op, "head_size", head_size, ", ".join(map(str, HEAD_SIZES)))
+
+
+def check_scale(op: str, scale: float) -> None:
+    """Raise ValueError unless `scale` keeps the order of scores: a negative one turns the causal mask around."""
+    if not 0 < scale < math.inf:
+        fail(op, "scale", scale, "a finite number above 0")
+
+
 def _check_heads(op: str, name: str, x: torch.Tensor) -> None:
     if x.dim() != 3:
         fail(op, name, f"{x.dim()} dimensions", "3: [tokens, heads, head size]")
     if x.dtype not in FLOAT_DTYPES:
         fail(op, name, x.dtype, ", ".join(map(str, FLOAT_DTYPES)))
+    if x.shape[1] < 1:
+        fail(op, name, "0 heads", "1 or more")
     if x.shape[2] not in HEAD_SIZES:
         fail(op, name, f"head size {x.shape[2]}", ", ".join(map(str, HEAD_SIZES)))
     if x.stride(2) != 1:
@@ -110,7 +127,9 @@ def _check_cache(op: str, cache: torch.Tensor, like: torch.Tensor, like_name: st
         fail(op, "kv_cache", f"shape {tuple(cache.shape)}", "(num_blocks, 2, block_size, KV heads, head size + 4)")
     if cache.device != like.device:
         fail(op, "kv_cache", cache.device, f"the device of {like_name}: {like.device}")
-    _, _, block_size, heads, width = cache.shape
+    blocks, _, block_size, heads, width = cache.shape
+    if blocks < 1 or heads < 1:
+        fail(op, "kv_cache", f"{blocks} blocks of {heads} heads", "1 or more of each")
     check_block_size(op, block_size)
     if width != like.shape[2] + SCALE_BYTES:
         allowed = f"{like.shape[2] + SCALE_BYTES}: the head size of {like_name} and {SCALE_BYTES} bytes of scale"

@@ -50,7 +50,7 @@ def kv8_attention(
         i-th of its q_len sits at position seq_len - q_len + i and sees positions up to its own. Rows of one token
         (decode), whole prompts, and chunks over earlier context (chunked prefill, prefix-cache hits) mix freely. Output
         rows from query_start_loc[R] on (padding) are left as they are.
-    scale: factor on the scores, usually d ** -0.5.
+    scale: factor on the scores, above 0, usually d ** -0.5.
     plan: what `plan_attention` returned for these very block_table, seq_lens and query_start_loc, or None.
 
     A request whose leading blocks were released passes its table without them and its length less their tokens.
@@ -82,6 +82,7 @@ def plan_attention(
     op = "plan_attention"
     layout.check_batch(op, block_table, seq_lens, query_start_loc)
     layout.check_block_size(op, block_size)
+    layout.check_plan_sizes(op, num_kv_heads, head_size)
     return cpu.plan(block_table, seq_lens, query_start_loc, block_size, num_kv_heads, head_size)
 
 
@@ -105,12 +106,16 @@ def _attention_cpu(
     plan: list[torch.Tensor] | None = None,
 ) -> None:
     layout.check_attention("kv8_attention", query, kv_cache, block_table, seq_lens, query_start_loc, output)
+    layout.check_scale("kv8_attention", scale)
     if (used := int(query_start_loc[-1])) > query.shape[0]:
         layout.fail("kv8_attention", "query_start_loc", f"{used} tokens", f"at most the {query.shape[0]} of query")
     if plan is None:
         _, _, block_size, kv_heads, _ = kv_cache.shape
         plan = cpu.plan(block_table, seq_lens, query_start_loc, block_size, kv_heads, query.shape[2])
-    cpu.attention(query, kv_cache, block_table, output, scale, plan)
+    try:
+        cpu.attention(query, kv_cache, block_table, output, scale, plan)
+    except IndexError:  # from torch's gather of blocks: the one index that comes from outside and is not checked above
+        layout.fail("kv8_attention", "block_table", "a block outside the cache", f"0 to {kv_cache.shape[0] - 1}")
 
 
 def _attention_fake(

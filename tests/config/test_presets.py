@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcompile.config import SECTIONS, UsageError, resolve
-from kvcompile.presets import MODULES, availability, refuse_unavailable
+from kvcompile.presets import MODULES, availability, in_this_version, refuse_unavailable
 
 
 def test_every_section_of_the_configuration_is_a_module() -> None:
@@ -40,3 +40,10 @@ def test_asking_for_a_pass_that_is_not_there_is_refused_and_switching_it_off_is_
 def test_defaults_and_options_of_parts_that_are_there_pass() -> None:
     refuse_unavailable(resolve(environ={}))
     refuse_unavailable(resolve(overrides={"kv8": {"enabled": True}, "strict": True}, environ={}))
+
+
+def test_only_options_of_parts_that_are_there_are_in_this_version() -> None:
+    assert in_this_version("kv8.enabled")
+    assert in_this_version("strict")
+    assert not in_this_version("prune.keep_ratio")
+    assert not in_this_version("passes.norm_quant")

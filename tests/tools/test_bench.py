@@ -36,23 +36,31 @@ class _Server:
 
 
 @pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[_Server]:
     _Server.started, _Server.requests = [], []
     monkeypatch.setattr(bench, "VllmServer", _Server)
     return _Server
 
 
-def test_both_systems_get_the_same_arguments_but_for_the_flag(server: type[_Server]) -> None:
-    assert main(["bench", "decode", "--model", "m", "--batch", "2", "--runs", "1"]) == 0
+def test_both_systems_get_the_same_arguments_but_for_the_flag(server: type[_Server], model: str) -> None:
+    assert main(["bench", "decode", "--model", model, "--batch", "2", "--runs", "1"]) == 0
     stock, ours = server.started
     assert "--compilation-config" not in stock
     assert [a for a in ours if a not in ("--compilation-config", "kvcompile")] == stock
 
 
-def test_the_record_has_a_row_per_system_and_metric_of_one_case(server: type[_Server], tmp_path: Path) -> None:
+def test_the_record_has_a_row_per_system_and_metric_of_one_case(
+    server: type[_Server], model: str, tmp_path: Path
+) -> None:
     target = tmp_path / "decode.json"
     options = ["--batch", "2", "--prompt-tokens", "5", "--output-tokens", "4", "--runs", "3", "--json", str(target)]
-    assert main(["bench", "decode", "--model", "m", *options]) == 0
+    assert main(["bench", "decode", "--model", model, *options]) == 0
     rows = json.loads(target.read_text())["rows"]
     assert [(r["case"], r["system"], r["metric"], r["runs"]) for r in rows] == [
         ("decode 2x5", system, metric, 3)
@@ -79,11 +87,19 @@ def test_a_record_into_a_missing_folder_is_refused_before_anything_runs(
 
 
 def test_a_server_that_fails_is_reported_and_gives_exit_code_1(
-    server: type[_Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: type[_Server], model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(self: _Server, timeout_s: float) -> None:
         raise ServerError("the server ended with exit code 3")
 
     monkeypatch.setattr(server, "wait_until_ready", fail)
-    assert main(["bench", "decode", "--model", "m"]) == 1
+    assert main(["bench", "decode", "--model", model]) == 1
     assert capsys.readouterr().err == "kvcompile bench: the server ended with exit code 3\n"
+
+
+def test_a_model_that_is_no_checkpoint_is_refused_before_anything_runs(
+    server: type[_Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", "--model", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(f"kvcompile: error: --model {tmp_path / 'nowhere'}: no folder with a ")
+    assert server.started == []

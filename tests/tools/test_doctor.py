@@ -57,7 +57,7 @@ def test_a_pipe_gets_plain_lines_with_the_remedy_below(monkeypatch, capsys):
         "  warn  cache           [red]/x[/red], 0.1 GiB free\n"
         "                        remedy: free some\n"
         "Configuration\n"
-        "        kv8.enabled                       true            default\n"
+        "        kv8.enabled                       true      default     true or false\n"
     )
     assert "\nModules\n        kv8             available   int8 KV\n" in out
     assert "\x1b" not in out
@@ -95,9 +95,12 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     assert report["findings"] == [
         {"section": "Host", "name": "compiler", "state": "fail", "value": "no g++ on the path", "remedy": "install g++"}
     ]
-    rows = {row["key"]: (row["value"], row["source"]) for row in report["configuration"]}
-    assert rows["kv8.enabled"] == (False, "environment KVCOMPILE_KV8_ENABLED")
-    assert rows["offload.max_scan_reqs"] == (3, "default")
+    rows = {row["key"]: (row["value"], row["source"], row["allowed"]) for row in report["configuration"]}
+    # Options of parts that this version does not have are left out: setting one is an error.
+    assert rows == {
+        "kv8.enabled": (False, "environment KVCOMPILE_KV8_ENABLED", "true or false"),
+        "strict": (False, "default", "true or false"),
+    }
     assert report["modules"] == [
         {"module": "kv8", "state": "off", "reason": "kv8.enabled is false (environment KVCOMPILE_KV8_ENABLED)"},
         {"module": "prune", "state": "not yet", "reason": "pruning"},

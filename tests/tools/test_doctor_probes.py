@@ -1,8 +1,10 @@
 """What `kvcompile doctor` finds on a host: each problem is named and given a remedy."""
 
+import errno
 import os
 import shutil
 import sys
+import tempfile
 from collections import namedtuple
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from types import SimpleNamespace
@@ -235,13 +237,20 @@ def test_a_cache_below_a_file_fails(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "file").chmod(0o755)
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert _only(doctor_probes.cache_dir(), "cache") == ("fail", f"{tmp_path}/file/cache cannot be written")
+    assert _only(doctor_probes.cache_dir(), "cache") == (
+        "fail",
+        f"{tmp_path}/file/cache cannot be written: Not a directory",
+    )
 
 
 def test_a_cache_that_is_not_writable_fails(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert _only(doctor_probes.cache_dir(), "cache") == ("fail", f"{tmp_path} cannot be written")
+
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert _only(doctor_probes.cache_dir(), "cache") == ("fail", f"{tmp_path} cannot be written: Permission denied")
 
 
 def test_a_cache_of_an_unknown_user_fails(monkeypatch):

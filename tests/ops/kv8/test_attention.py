@@ -193,6 +193,13 @@ BATCH = make_batch([(20, 2)])
         ("query_start_loc", r"\[1, 2\]", {"query_start_loc": torch.tensor([1, 2], dtype=torch.int32)}),
         ("query_start_loc", "3 tokens", {"query_start_loc": torch.tensor([0, 3], dtype=torch.int32)}),
         ("query_start_loc", r"\[0, -1\]", {"query_start_loc": torch.tensor([0, -1], dtype=torch.int32)}),
+        ("query", "0 heads", {"query": BATCH.query[:, :0], "output": BATCH.query[:, :0]}),
+        ("kv_cache", "0 blocks", {"kv_cache": BATCH.cache[:0]}),
+        ("block_table", "a block outside", {"block_table": torch.full_like(BATCH.block_table, 99)}),
+        ("block_table", "a block outside", {"block_table": torch.full_like(BATCH.block_table, -1)}),
+        ("query_start_loc", "9 tokens", {"query_start_loc": torch.tensor([0, 9], dtype=torch.int32)}),
+        ("scale", "-0.3", {"scale": -0.3}),
+        ("scale", "nan", {"scale": float("nan")}),
         ("output", "torch.float32", {"output": BATCH.query.float()}),
         ("output", r"\(1, 4, 64\)", {"output": BATCH.query[:1].clone()}),
     ],
@@ -219,3 +226,7 @@ def test_planning_refuses_what_the_operator_would_refuse() -> None:
         plan_attention(BATCH.block_table, torch.tensor([1000], dtype=torch.int32), BATCH.query_start_loc, 16, 2, 64)
     with pytest.raises(ValueError, match="block_size: given 8"):
         plan_attention(*BATCH.tensors, 8, 2, 64)
+    with pytest.raises(ValueError, match="num_kv_heads: given 0"):
+        plan_attention(*BATCH.tensors, 16, 0, 64)
+    with pytest.raises(ValueError, match="head_size: given 0"):
+        plan_attention(*BATCH.tensors, 16, 2, 0)
