@@ -18,14 +18,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 success; 1 what the subcommand found; 2 a usage error, told in one line on standard error; 130 interrupted, 143
-    terminated, after what was started has been ended.
+    0 success; 1 what the subcommand found; 2 a usage error, told in one line on standard error; 130 interrupted.
     Anything else is a fault of kvcompile and propagates.
     """
     from kvcompile.config import UsageError
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if not word.startswith("-")), None)
     try:
@@ -74,5 +71,13 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """The `kvcompile` executable: `main` in a process of its own, where a signal unwinds it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, _end)
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    command()

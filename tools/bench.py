@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -62,7 +63,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     length = args.prompt_tokens + args.output_tokens + 1
     # Room for the batch twice over in bf16, so that nothing is ever preempted in either system.
-    common = ["--max-model-len", str(length), "--max-num-seqs", str(args.batch), "--kv-cache-memory-bytes", "1G"]
+    memory = 2 * args.batch * (length + 256) * _bytes_per_token(model)
+    common = ["--max-model-len", str(length), "--max-num-seqs", str(args.batch)]
+    common += ["--kv-cache-memory-bytes", str(memory)]
     with tempfile.TemporaryDirectory() as folder:
         server = VllmServer(model, [*arguments, *common], log=Path(folder, "log"))
         with server:
@@ -76,6 +79,14 @@ def _measure(
         record.row(case, system, "tpot_p50", "ms", [1e3 * s for s in steps]),
         record.row(case, system, "output_throughput", "tokens/s", [args.batch / s for s in steps]),
     ]
+
+
+def _bytes_per_token(model: str) -> int:
+    """Bytes of bf16 KV cache per token of the checkpoint."""
+    config = json.loads(Path(model, "config.json").read_text())
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    return config["num_hidden_layers"] * 2 * config.get("num_key_value_heads", heads) * size * 2
 
 
 def _together(server: VllmServer, args: argparse.Namespace, tokens: int) -> float:

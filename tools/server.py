@@ -64,7 +64,7 @@ class VllmServer:
         self.log = log
         vllm = Path(sys.executable).with_name("vllm")
         self.command = [str(vllm), "serve", str(model), *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
-        # The demo and the tests have no network to ask, and a checkpoint on disk needs none.
+        # A checkpoint on disk needs no hub, and asking one that cannot be reached takes minutes.
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -132,18 +132,21 @@ class VllmServer:
         process = self._process
         if process is None:
             return
-        self._process = None
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        deadline = time.monotonic() + 5  # its workers end with it; what hangs on gets no more than this
-        while group_alive(process.pid):
-            if time.monotonic() > deadline:
+        try:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout_s)
+            deadline = time.monotonic() + 5  # its workers end with it; what hangs on gets no more than this
+            while group_alive(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:  # also when a second signal interrupts the waiting
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                deadline += 5
+            process.wait()
+        while group_alive(process.pid):
             time.sleep(0.1)
-        process.wait()
+        self._process = None
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 
-from kvcompile.config import KVCompileConfig, resolve
 from kvcompile.presets import NAME
 
 # vLLM's own name for int8 K and V with one fp32 scale per token and KV head, stored behind each head vector.
@@ -14,8 +13,3 @@ KV8_CACHE_DTYPE = "int8_per_token_head"
 def is_active(config: VllmConfig) -> bool:
     """True if the preset built `config`: `additional_config` then carries the resolved configuration."""
     return isinstance(config.additional_config, dict) and NAME in config.additional_config
-
-
-def active_config(config: VllmConfig) -> KVCompileConfig:
-    """The resolved configuration that an active `config` carries into every vLLM process."""
-    return resolve(overrides=config.additional_config[NAME], environ={}).config

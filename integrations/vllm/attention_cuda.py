@@ -9,6 +9,7 @@ from vllm.config.cache import CacheDType
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
 from kvcompile.ops.kv8 import HEAD_SIZES
 
 
@@ -16,7 +17,7 @@ class KV8TritonBackend(TritonAttentionBackend):
     """int8 data and one fp32 scale per token and KV head, (blocks, 2, block size, KV heads, head size + 4), NHD."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["int8_per_token_head"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [KV8_CACHE_DTYPE]
 
     @staticmethod
     def get_name() -> str:

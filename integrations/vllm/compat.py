@@ -147,9 +147,9 @@ def _wrap_cpu_platform() -> None:
         if not is_active(vllm_config) or wanted != CompilationMode.VLLM_COMPILE or vllm_config.lora_config is not None:
             return
         compilation.mode, compilation.backend = wanted, backend_name
-        # The pass manager sees norms only as vLLM's IR nodes; and no size but the dynamic one is ever compiled here.
+        # The pass manager sees norms only as vLLM's IR nodes; and no size but the dynamic one is compiled by default.
         compilation.ir_enable_torch_wrap = wrap
-        compilation.compile_sizes = []
+        compilation.compile_sizes = compilation.compile_sizes or []
 
     CpuPlatform.get_attn_backend_cls = classmethod(backend)
     CpuPlatform.check_and_update_config = classmethod(update)

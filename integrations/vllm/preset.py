@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -49,8 +49,17 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     _check_model_first(args, with_kv8="kv8" not in notes)
     config = _build(args, build)
     checks.refuse_too_little_memory(config)
+    if resolved.config.strict:
+        _refuse_inactive(report.why_not(config, notes))
     logger.info(report.startup_line(config, notes))
     return config
+
+
+def _refuse_inactive(off: Mapping[str, str]) -> None:
+    """In strict mode a part that is on and cannot take effect is an error; one that the user switched off is not."""
+    for name, why in off.items():
+        if why != f"{name}.enabled=false":
+            raise UsageError(f"strict is set and {name} is not active: {why}; remove what is in its way, or strict")
 
 
 def _build(args: EngineArgs, build: Callable[[EngineArgs], VllmConfig]) -> VllmConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from vllm.config import CompilationMode, VllmConfig
@@ -13,19 +14,20 @@ from kvcompile.presets import MODULES
 
 def startup_line(config: VllmConfig, notes: Mapping[str, str]) -> str:
     """One line, from the configuration that vLLM ended up with. `notes`: module -> why the preset left it alone."""
-    active, inactive = [], []
-    for module in MODULES:
-        if not module.available:
-            inactive.append(f"{module.name} (not in this version)")
-        elif module.name in notes:
-            inactive.append(f"{module.name} ({notes[module.name]})")
-        else:
-            what, why_not = _STATE[module.name](config)
-            (inactive if why_not else active).append(f"{module.name} ({why_not or what})")
+    off = why_not(config, notes)
+    active = [f"{name} ({state(config)[0]})" for name, state in _STATE.items() if name not in off]
+    inactive = [f"{name} ({why})" for name, why in off.items()]
+    inactive += [f"{module.name} (not in this version)" for module in MODULES if not module.available]
     return (
         f"kvcompile {__version__}: active: {', '.join(active) or 'nothing'}; "
         f"not active: {', '.join(inactive) or 'nothing'}"
     )
+
+
+def why_not(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
+    """Part -> reason, for the parts that this version has and that are not active."""
+    reasons = {name: notes.get(name) or state(config)[1] for name, state in _STATE.items()}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _kv8(config: VllmConfig) -> tuple[str, str | None]:
@@ -41,6 +43,8 @@ def _passes(config: VllmConfig) -> tuple[str, str | None]:
         return "", f"{why}: nothing is compiled"
     if mode != CompilationMode.VLLM_COMPILE:
         return "", f"compilation mode {mode.name} runs no passes"
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "", "TORCHDYNAMO_DISABLE is set: nothing is compiled"
     if backend != "inductor":
         return "", f"compilation backend {backend} runs no passes"
     return "pipeline in VLLM_COMPILE, no pass in this version", None

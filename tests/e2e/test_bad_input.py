@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +30,11 @@ def _serve(model: str | Path, *arguments: str, **environment: str) -> tuple[int,
         text=True,
         start_new_session=True,
     )
-    output, error = process.communicate(timeout=240)
+    try:
+        output, error = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a mistake that was not refused has started a server
+            os.killpg(process.pid, signal.SIGKILL)
     assert "Traceback" not in output + error, error[-4000:]
     assert not group_alive(process.pid)
     return process.returncode, error

@@ -11,7 +11,7 @@ from vllm.config import CompilationMode, KVTransferConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile.config import KVCompileConfig, resolve, to_dict
-from kvcompile.integrations.vllm.active import active_config, is_active
+from kvcompile.integrations.vllm.active import is_active
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.integrations.vllm.request import Request, request_of
 from kvcompile.passes import pipeline
@@ -26,6 +26,10 @@ def _pass_of(config: Any) -> object:
 
 def _options(**changes: Any) -> dict[str, Any]:
     return {"kvcompile": changes}
+
+
+def _carried(config: Any) -> KVCompileConfig:
+    return resolve(overrides=config.additional_config["kvcompile"], environ={}).config
 
 
 def _resolved(changes: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def test_the_preset_fills_in_the_cache_the_backend_the_pass_and_the_options(buil
     assert type(_pass_of(config)) is KVCompilePass
     assert config.additional_config == {"kvcompile": DEFAULTS}
     assert is_active(config)
-    assert active_config(config) == KVCompileConfig()
+    assert _carried(config) == KVCompileConfig()
     assert request_of(config.compilation_config) == Request()
 
 
@@ -231,7 +235,7 @@ def test_the_configuration_reaches_another_process_whole(build):
     config = build(additional_config=_options(strict=True))
     arrived = pickle.loads(pickle.dumps(config))
     assert arrived.compute_hash() == config.compute_hash()
-    assert active_config(arrived) == KVCompileConfig(strict=True)
+    assert _carried(arrived) == KVCompileConfig(strict=True)
     assert _pass_of(arrived).uuid() == _pass_of(config).uuid()
     assert copy.deepcopy(config).compute_hash() == config.compute_hash()
 

@@ -165,3 +165,20 @@ def test_the_whole_story_of_a_refusal_by_vllm_stays_attached(build, llama):
     with pytest.raises(UsageError, match=f"^model {llama}: vLLM refused: ") as caught:
         build(kv_cache_dtype="bogus")
     assert type(caught.value.__cause__).__name__ == "ValidationError"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"enforce_eager": True}, "passes is not active: --enforce-eager: nothing is compiled"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv8 is not active: --kv-cache-dtype bfloat16 given"),
+    ],
+)
+def test_in_strict_mode_a_part_that_cannot_take_effect_is_refused(refusal, fields, why):
+    line = refusal(additional_config={"kvcompile": {"strict": True}}, **fields)
+    assert line == f"strict is set and {why}; remove what is in its way, or strict"
+
+
+def test_in_strict_mode_a_part_that_the_user_switched_off_is_fine(build):
+    config = build(additional_config={"kvcompile": {"strict": True, "kv8": {"enabled": False}}})
+    assert config.cache_config.cache_dtype == "auto"

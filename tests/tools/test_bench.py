@@ -37,7 +37,8 @@ class _Server:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text("{}")
+    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
 
@@ -103,3 +104,13 @@ def test_a_model_that_is_no_checkpoint_is_refused_before_anything_runs(
     assert main(["bench", "decode", "--model", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith(f"kvcompile: error: --model {tmp_path / 'nowhere'}: no folder with a ")
     assert server.started == []
+
+
+def test_the_cache_holds_the_batch_twice_over_in_bf16(server: type[_Server], model: str) -> None:
+    assert (
+        main(["bench", "decode", "--model", model, "--batch", "3", "--prompt-tokens", "7", "--output-tokens", "4"]) == 0
+    )
+    for command in server.started:
+        given = int(command[command.index("--kv-cache-memory-bytes") + 1])
+        # 3 layers, keys and values, 2 heads of 64, 2 bytes; up to two blocks of 128 tokens are begun per request.
+        assert given == 2 * 3 * (7 + 4 + 1 + 256) * 3 * 2 * 2 * 64 * 2

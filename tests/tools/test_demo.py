@@ -46,15 +46,18 @@ def test_a_signal_ends_the_server_that_a_command_has_started(number: signal.Sign
         from kvcompile.tools import demo
         from kvcompile.tools.server import VllmServer
 
+        log = Path(sys.argv[1])
+
         def run(args):
-            server = VllmServer("model", log=Path(sys.argv[1]))
+            server = VllmServer("model", log=log)
             server.command = [sys.executable, "-c", "import time; time.sleep(600)"]
             with server:
                 print(server._running().pid, flush=True)
                 server.wait_until_ready(600)
 
         demo.run = run
-        sys.exit(cli.main(["demo"]))
+        sys.argv[1:] = ["demo"]
+        cli.command()
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

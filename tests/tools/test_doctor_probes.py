@@ -216,8 +216,16 @@ def test_a_compiler_is_needed(monkeypatch, tmp_path, present, environ, devices, 
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    _host(monkeypatch, CPU_HOST, devices=devices)
+    _host(monkeypatch, GPU_HOST if devices else CPU_HOST, devices=devices)
     assert _only(doctor_probes.compiler(environ), "compiler") == (expected[0], expected[1].format(tmp_path))
+
+
+def test_the_cpu_build_needs_the_cpp_compiler_also_where_there_is_a_gpu(monkeypatch, tmp_path):
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _host(monkeypatch, CPU_HOST, devices=[H200])
+    assert _only(doctor_probes.compiler({}), "compiler") == ("fail", "no g++ on the path")
 
 
 def _disk(monkeypatch, free):
