@@ -119,7 +119,7 @@ def test_nothing_but_kvcompile_is_importable_at_top_level(installation: Installa
 
 def test_the_entry_points_are_registered(installation: Installation) -> None:
     assert sorted(installation.report["entry_points"]) == [
-        ["console_scripts", "kvcompile", "kvcompile.cli:main"],
+        ["console_scripts", "kvcompile", "kvcompile.cli:command"],
         ["vllm.general_plugins", "kvcompile", "kvcompile.plugin:register"],
     ]
 
