@@ -5,8 +5,6 @@ KVCOMPILE_<SECTION>_<FIELD> in the environment, and vLLM's --additional-config '
 unknown, of the wrong type or out of range is a UsageError; nothing is silently coerced or ignored.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -29,7 +27,6 @@ __all__ = [
     "SchedulerConfig",
     "UsageError",
     "describe",
-    "fingerprint",
     "resolve",
     "to_dict",
 ]
@@ -223,12 +220,6 @@ def resolve(
 def to_dict(config: KVCompileConfig) -> dict[str, Any]:
     """The configuration as nested plain values that JSON can hold; `resolve(overrides=...)` reads it back."""
     return asdict(config)
-
-
-def fingerprint(config: KVCompileConfig) -> str:
-    """The SHA-256 (hex) of the configuration as canonical JSON: equal exactly when all values are equal."""
-    text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe() -> list[OptionRow]:

@@ -91,7 +91,7 @@ class Option:
         )
         if not inside:
             self.refuse(value)
-        # Adding 0.0 turns -0.0 into 0.0, so that equal configurations have equal fingerprints.
+        # Adding 0.0 turns -0.0 into 0.0, so that equal configurations are also equal as text.
         return float(value) + 0.0 if self.kind is float else value
 
     def from_source(self, value: object) -> Any:

@@ -1,15 +1,11 @@
-"""What comes out of a configuration: plain values that read back the same, and a fingerprint of all of them."""
+"""What comes out of a configuration: plain values that read back the same."""
 
 import dataclasses
-import hashlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from kvcompile.config import OPTIONS, SECTIONS, KVCompileConfig, fingerprint, resolve, to_dict
+from kvcompile.config import OPTIONS, SECTIONS, KVCompileConfig, resolve, to_dict
 
 
 def _another(option):
@@ -54,31 +50,3 @@ def test_the_dictionary_is_a_copy():
     config = KVCompileConfig()
     to_dict(config)["prune"]["keep_ratio"] = 7
     assert to_dict(config)["prune"]["keep_ratio"] == 0.5
-
-
-@pytest.mark.parametrize("option", OPTIONS.values(), ids=list(OPTIONS))
-def test_the_fingerprint_changes_with_every_option(option):
-    assert fingerprint(_with(option.key, _another(option))) != fingerprint(KVCompileConfig())
-
-
-def test_the_fingerprints_of_all_single_changes_differ():
-    prints = {fingerprint(_with(option.key, _another(option))) for option in OPTIONS.values()}
-    assert len(prints) == len(OPTIONS)
-
-
-def test_equal_configurations_have_equal_fingerprints():
-    assert fingerprint(_with("prune.keep_ratio", 1)) == fingerprint(_with("prune.keep_ratio", 1.0))
-    trigger = "offload.lazy_gpu_free_trigger"
-    assert fingerprint(_with(trigger, -0.0)) == fingerprint(_with(trigger, 0))
-
-
-def test_the_fingerprint_is_the_same_in_another_process():
-    code = "from kvcompile.config import KVCompileConfig, fingerprint; print(fingerprint(KVCompileConfig()))"
-    environ = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.strip() == fingerprint(KVCompileConfig())
-
-
-def test_the_fingerprint_is_the_sha256_of_the_canonical_json():
-    canonical = json.dumps(to_dict(KVCompileConfig()), sort_keys=True, separators=(",", ":"))
-    assert fingerprint(KVCompileConfig()) == hashlib.sha256(canonical.encode()).hexdigest()

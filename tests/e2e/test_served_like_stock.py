@@ -16,7 +16,7 @@ from tests.engine import SERVER_ARGUMENTS
 CONTINUATION = 32
 READY_TIMEOUT_S = 500
 
-# A short fact, code, a list, dialogue, numbers, and prose of about 250, 1,200 and 4,000 tokens.
+# A short fact, code, a list, dialogue, numbers, and prose of 208, 1,089 and 3,669 tokens.
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -187,7 +187,7 @@ def test_a_repeated_document_hits_the_prefix_cache_and_keeps_its_answer(served: 
         assert cached == (len(ours.prompts[7]) - 1) // block_size * block_size
     first, second = (reply["choices"][0]["token_ids"] for reply in replies)
     assert first == second
-    # The cold prompt went through other matrix shapes, so that bf16 rounding may part the two at a near-tie later on.
+    # Only the first tokens: in bf16 the cold answer and the cached ones part at the 19th; why is not known.
     assert first[:8] == ours.tokens[7][:8]
 
 
