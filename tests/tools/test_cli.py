@@ -102,7 +102,7 @@ def test_version_is_that_of_the_distribution(capsys):
 def test_every_command_is_a_module_with_arguments_and_run(name):
     import importlib
 
-    module = importlib.import_module(f"kvcompile.tools.{name}")
+    module = importlib.import_module(f"kvcompile.tools.{name.replace('-', '_')}")
     module.add_arguments(argparse.ArgumentParser())
     assert callable(module.run)
 

@@ -99,6 +99,7 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     # Options of parts that this version does not have are left out: setting one is an error.
     assert rows == {
         "kv8.enabled": (False, "environment KVCOMPILE_KV8_ENABLED", "true or false"),
+        "linear.enabled": (True, "default", "true or false"),
         "strict": (False, "default", "true or false"),
     }
     assert report["modules"] == [

@@ -1,4 +1,4 @@
-"""`kvcompile bench`: its arguments, its table and its record, with a server that takes no time."""
+"""`kvcompile bench decode`: its arguments, its table and its record, with a server that takes no time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcompile.cli import main
-from kvcompile.tools import bench
+from kvcompile.tools import bench_decode
 from kvcompile.tools.server import ServerError
 
 
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[_Server]:
     _Server.started, _Server.requests = [], []
-    monkeypatch.setattr(bench, "VllmServer", _Server)
+    monkeypatch.setattr(bench_decode, "VllmServer", _Server)
     return _Server
 
 
