@@ -11,6 +11,8 @@ COMMANDS = {
     "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
     "bench": "measure stock vLLM and kvcompile in one run, and write a benchmark record",
     "doctor": "check this machine and installation, and say what would be active",
+    "quantize": "make a W4A8 checkpoint (4-bit weights, int8 activations) of a Hugging Face checkpoint",
+    "import-qserve": "turn a W4A8 checkpoint of QServe / OmniServe into one that vLLM can serve",
     "smollm2": "build the small checkpoint that the demo and the tests use, and print its path",
 }
 
@@ -55,7 +57,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name == named:
-            module = importlib.import_module(f"kvcompile.tools.{name}")
+            module = importlib.import_module(f"kvcompile.tools.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

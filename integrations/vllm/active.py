@@ -8,6 +8,8 @@ from kvcompile.presets import NAME
 
 # vLLM's own name for int8 K and V with one fp32 scale per token and KV head, stored behind each head vector.
 KV8_CACHE_DTYPE = "int8_per_token_head"
+# The name under which vLLM knows W4A8 checkpoints, and by which a user asks for their making while loading.
+W4A8_QUANTIZATION = "kvcompile_w4a8"
 
 
 def is_active(config: VllmConfig) -> bool:

@@ -19,6 +19,8 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvcompile.config import UsageError
+from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.ops.kv8 import HEAD_SIZES
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -104,6 +106,31 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
                 f"{flag} does not work with the int8 KV cache of kvcompile; remove it, or keep vLLM's KV cache with "
                 "-cc.kvcompile.kv8.enabled=false"
             )
+
+
+def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_linear: bool) -> None:
+    """What of a W4A8 checkpoint can be judged without its weights: its own description, and how it meets `args`."""
+    if model.quantization != W4A8_QUANTIZATION:
+        return
+    if args.enable_lora:
+        raise UsageError("--enable-lora does not work with W4A8 weights; remove it, or serve an unquantised checkpoint")
+    described = getattr(model.hf_config, "quantization_config", None)
+    if not with_linear:
+        raise UsageError(
+            f"model {model.model}: linear.enabled is false, but "
+            + (
+                f"--quantization {W4A8_QUANTIZATION} is given; remove one of the two"
+                if described is None
+                else "its weights are W4A8 and nothing else can serve them; remove linear.enabled=false, or serve the "
+                "checkpoint that it was made from"
+            )
+        )
+    config = W4A8Config() if described is None else W4A8Config.from_config(described)
+    text, ranks = model.hf_text_config, args.tensor_parallel_size
+    heads = model.model_arch_config.total_num_attention_heads * model.get_head_size()
+    for name, width in (("o_proj", heads), ("down_proj", text.intermediate_size)):
+        if width % ranks == 0:  # otherwise vLLM refuses the number of ranks itself
+            config.group_on_rank(name, width, ranks)
 
 
 def refuse_too_little_memory(config: VllmConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import os
 import sys
 from typing import Any
@@ -30,6 +31,8 @@ def install() -> None:
     _wrap_command_line()
     _wrap_engine_config()
     _register_attention_backend()
+    _register_quantization()
+    _wrap_compile_cache_key()
     if current_platform.is_cpu():
         _wrap_cpu_platform()
         _spare_cpu_the_functionalization_fix()
@@ -105,6 +108,38 @@ def _register_attention_backend() -> None:
 
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, _CUSTOM_BACKEND)
+
+
+def _register_quantization() -> None:
+    """A W4A8 checkpoint names this quantisation itself, so vLLM must know it whether or not kvcompile is asked for."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
+    from kvcompile.integrations.vllm.linear_config import W4A8Config
+
+    register_quantization_config(W4A8_QUANTIZATION)(W4A8Config)
+
+
+def _wrap_compile_cache_key() -> None:
+    """vLLM's key for compiled graphs holds a checkpoint's path and the name of its quantisation, no more.
+
+    What else config.json says of it is lost (transformers 5 keeps it outside the fields that vLLM hashes), so that a
+    checkpoint quantised anew in the same folder would be served by the graphs of the one before.
+    """
+    from vllm.config import VllmConfig
+
+    from kvcompile.integrations.vllm.linear_config import W4A8Config
+
+    compute_hash = VllmConfig.compute_hash
+
+    @functools.wraps(compute_hash)
+    def wrapped(self: VllmConfig) -> str:
+        key = compute_hash(self)
+        if not isinstance(self.quant_config, W4A8Config):
+            return key
+        return hashlib.sha256(f"{key} {self.quant_config.identity()}".encode()).hexdigest()[: len(key)]
+
+    VllmConfig.compute_hash = wrapped
 
 
 def refuse_foreign_attention_backend() -> None:

@@ -46,19 +46,21 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     _apply_kv8(args, resolved.config.kv8, notes)
     _apply_passes(args, request, resolved.config, notes)
     args.additional_config = {**args.additional_config, NAME: to_dict(resolved.config)}
-    _check_model_first(args, with_kv8="kv8" not in notes)
+    if not resolved.config.linear.enabled:
+        notes["linear"] = "linear.enabled=false"
+    _check_model_first(args, with_kv8="kv8" not in notes, with_linear="linear" not in notes)
     config = _build(args, build)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
-        _refuse_inactive(report.why_not(config, notes))
+        _refuse_inactive(resolved.config, report.in_the_way(config, notes))
     logger.info(report.startup_line(config, notes))
     return config
 
 
-def _refuse_inactive(off: Mapping[str, str]) -> None:
+def _refuse_inactive(config: KVCompileConfig, off: Mapping[str, str]) -> None:
     """In strict mode a part that is on and cannot take effect is an error; one that the user switched off is not."""
     for name, why in off.items():
-        if why != f"{name}.enabled=false":
+        if getattr(getattr(config, name), "enabled", True):  # `passes` has no such option
             raise UsageError(f"strict is set and {name} is not active: {why}; remove what is in its way, or strict")
 
 
@@ -131,7 +133,7 @@ def _apply_passes(args: EngineArgs, request: Request, config: KVCompileConfig, n
     args.compilation_config = compilation
 
 
-def _check_model_first(args: EngineArgs, *, with_kv8: bool) -> None:
+def _check_model_first(args: EngineArgs, *, with_kv8: bool, with_linear: bool) -> None:
     """Judge the model as soon as vLLM has read its configuration, before vLLM stumbles over ours with it."""
     create_model_config = args.create_model_config
 
@@ -141,6 +143,7 @@ def _check_model_first(args: EngineArgs, *, with_kv8: bool) -> None:
         if with_kv8:
             # Not earlier: a checkpoint may have brought a speculative configuration of its own.
             checks.refuse_unsupported_with_kv8(args)
+        checks.refuse_unservable_linears(args, model, with_linear=with_linear)
         return model
 
     args.create_model_config = checked

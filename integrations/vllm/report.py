@@ -9,6 +9,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
 
 from kvcompile import __version__
+from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.presets import MODULES
 
 
@@ -28,6 +29,18 @@ def why_not(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
     """Part -> reason, for the parts that this version has and that are not active."""
     reasons = {name: notes.get(name) or state(config)[1] for name, state in _STATE.items()}
     return {name: why for name, why in reasons.items() if why}
+
+
+def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
+    """`why_not` less what is no obstacle: what `strict` refuses where the user has not switched the part off.
+
+    Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
+    way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse.
+    """
+    off = why_not(config, notes)
+    if config.model_config.quantization != W4A8_QUANTIZATION:
+        off.pop("linear", None)
+    return off
 
 
 def _kv8(config: VllmConfig) -> tuple[str, str | None]:
@@ -50,4 +63,18 @@ def _passes(config: VllmConfig) -> tuple[str, str | None]:
     return "pipeline in VLLM_COMPILE, no pass in this version", None
 
 
-_STATE = {"kv8": _kv8, "passes": _passes}
+def _linear(config: VllmConfig) -> tuple[str, str | None]:
+    model = config.model_config
+    if model.quantization is None:
+        return "", "the checkpoint is not quantised"
+    if model.quantization != W4A8_QUANTIZATION:
+        return "", f"the checkpoint is {model.quantization}"
+    kernels = "torch CPU operators" if current_platform.is_cpu() else "CUDA kernels"
+    sizes = config.quant_config.group_sizes
+    if sizes is None:
+        return f"W4A8, quantised while loading, {kernels}", None
+    groups = sorted({"channel" if width == group else str(group) for width, group in sizes.items()})
+    return f"W4A8 checkpoint, group size {' and '.join(groups)}, {kernels}", None
+
+
+_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear}

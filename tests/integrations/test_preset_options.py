@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcompile.config import UsageError, resolve, to_dict
+from kvcompile.integrations.vllm import report
 from kvcompile.integrations.vllm.active import is_active
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY
 from kvcompile.integrations.vllm.request import Request
@@ -92,7 +93,6 @@ def test_a_wrong_option_is_refused_with_its_key_its_range_and_the_flag_that_gave
 MISSING = {
     "prune.keep_ratio": (0.25, "value-aware KV pruning"),
     "prune.enabled": (True, "value-aware KV pruning"),
-    "linear.enabled": (True, "W4A8 linears"),
     "scheduler.max_wait_batches": (8, "KV-length-aware scheduler"),
     "offload.cpu_bytes_to_use": (1 << 30, "host offload of preempted requests"),
 }
@@ -182,3 +182,20 @@ def test_in_strict_mode_a_part_that_cannot_take_effect_is_refused(refusal, field
 def test_in_strict_mode_a_part_that_the_user_switched_off_is_fine(build):
     config = build(additional_config={"kvcompile": {"strict": True, "kv8": {"enabled": False}}})
     assert config.cache_config.cache_dtype == "auto"
+
+
+def test_in_strict_mode_it_is_the_option_that_tells_switched_off_not_the_words_of_the_reason(build, monkeypatch):
+    monkeypatch.setattr(report, "why_not", lambda config, notes: {"kv8": "in other words"})
+    build(additional_config={"kvcompile": {"strict": True, "kv8": {"enabled": False}}})
+
+
+def test_in_strict_mode_a_reason_that_reads_like_switched_off_does_not_excuse_a_part_that_is_on(refusal, monkeypatch):
+    monkeypatch.setattr(report, "why_not", lambda config, notes: {"kv8": "kv8.enabled=false"})
+    line = refusal(additional_config={"kvcompile": {"strict": True}})
+    assert line.startswith("strict is set and kv8 is not active: kv8.enabled=false; ")
+
+
+def test_in_strict_mode_a_part_that_was_switched_off_does_not_excuse_another(refusal):
+    asked = {"kvcompile": {"strict": True, "kv8": {"enabled": False}}}
+    line = refusal(additional_config=asked, enforce_eager=True)
+    assert line.startswith("strict is set and passes is not active: --enforce-eager: nothing is compiled; ")

@@ -1,0 +1,150 @@
+"""The vLLM quantisation `kvcompile_w4a8`: what a W4A8 checkpoint says of itself, checked, and which layers it means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from kvcompile.config import UsageError
+from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
+from kvcompile.ops.w4a8 import check_group, is_legal_group, legal_group
+
+FORMAT = 1
+ONLINE_GROUP = 128  # channels a group where the weights are quantised while they load; smaller where it does not divide
+CHANNEL = "channel"  # one group as wide as the layer
+
+_KEYS = ("quant_method", "format", "group_size", "group_sizes", "method", "modules_to_not_convert")
+_ACTIVATION_WORDS = ("activation", "input", "act_")
+_ANEW = "quantise it anew with `kvcompile quantize`"
+
+
+class W4A8Config(QuantizationConfig):
+    """4-bit weights in two levels, int8 activations with one symmetric scale per token.
+
+    `group_sizes`: input width of a layer -> channels a group, as the checkpoint has them; None where the checkpoint is
+    not quantised and its weights are while they load. `skipped`: full names of linears that are left as they are.
+    """
+
+    def __init__(self, group_sizes: Mapping[int, int] | None = None, skipped: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.group_sizes = None if group_sizes is None else dict(group_sizes)
+        self.skipped = list(skipped)
+
+    def identity(self) -> str:
+        """A text that is the same for equal configurations and for no others."""
+        sizes = None if self.group_sizes is None else sorted(self.group_sizes.items())
+        return json.dumps([sizes, sorted(self.skipped)])
+
+    @classmethod
+    def get_name(cls) -> str:
+        return W4A8_QUANTIZATION
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16] + ([torch.float32] if current_platform.is_cpu() else [])
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # config.json has it all; vLLM then calls W4A8Config() for a checkpoint without a quantization_config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> W4A8Config:
+        """Read a checkpoint's `quantization_config`. Raises UsageError for what this version does not serve."""
+        _refuse_unknown_keys(config)
+        if config.get("format") != FORMAT:
+            raise UsageError(
+                f"quantization_config: format is {config.get('format')!r}; this version of kvcompile reads {FORMAT}; "
+                f"{_ANEW}, or install the kvcompile that wrote it"
+            )
+        sizes = config.get("group_sizes")
+        if not isinstance(sizes, Mapping) or not sizes:
+            raise UsageError(
+                f"quantization_config: group_sizes is {sizes!r}; allowed is a table from input width to group size, "
+                f'such as {{"4096": 128}}; {_ANEW}'
+            )
+        skipped = config.get("modules_to_not_convert") or []
+        if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+            raise UsageError(
+                f"quantization_config: modules_to_not_convert is {skipped!r}; allowed is a list of names; {_ANEW}"
+            )
+        return cls(dict(_group_size(width, group) for width, group in sizes.items()), tuple(skipped))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """None for what is no linear (attention, embeddings, lm_head): vLLM then keeps its own method."""
+        # Not at the top: a process that only builds a configuration has no use for vLLM's layers.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+        from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
+
+        if isinstance(layer, RoutedExperts):
+            raise UsageError(
+                f"layer {prefix}: W4A8 does not reach the experts of a mixture; serve the checkpoint without "
+                f"{W4A8_QUANTIZATION}"
+            )
+        if not isinstance(layer, LinearBase):
+            return None
+        if is_layer_skipped(prefix, self.skipped, self.packed_modules_mapping):
+            return UnquantizedLinearMethod()
+        return (W4A8OnlineLinearMethod if self.group_sizes is None else W4A8LinearMethod)(self, prefix)
+
+    def group_on_rank(self, layer: str, width: int, ranks: int) -> int:
+        """Channels a group in the `width` / `ranks` input channels that one rank has of a layer `width` wide.
+
+        Raises UsageError, naming the layer and both numbers, if a group straddles two ranks.
+        """
+        own = width // ranks
+        if self.group_sizes is None:
+            try:
+                return legal_group(own, ONLINE_GROUP)  # each rank quantises its own shard: nothing can straddle
+            except ValueError as error:
+                raise UsageError(f"layer {layer}: {error}; serve the checkpoint without {W4A8_QUANTIZATION}") from None
+        group = self.group_sizes.get(width)
+        if group is None:
+            raise UsageError(
+                f"layer {layer}: quantization_config has no group size for an input width of {width}, only for "
+                f"{', '.join(map(str, self.group_sizes))}; {_ANEW}"
+            )
+        if group == width and is_legal_group(own, own):
+            return own  # one zero and scale per row, and every rank has them
+        if own % group:
+            raise UsageError(
+                f"layer {layer}: groups of {group} do not divide the {own} input channels of one rank ({width} over "
+                f"{ranks} ranks); choose a --tensor-parallel-size that divides {width // group}, or quantise with a "
+                f"group size that divides {own}"
+            )
+        return group
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if key in _KEYS:
+            continue
+        if any(word in key for word in _ACTIVATION_WORDS):
+            raise UsageError(
+                f"quantization_config: {key} is {value!r}; activations are int8, symmetric, with one scale per token "
+                f"found at run time, and nothing else is served; {_ANEW}"
+            )
+        raise UsageError(
+            f"quantization_config: {key} is not known; format {FORMAT} has {', '.join(_KEYS)}; {_ANEW}, or install the "
+            "kvcompile that wrote it"
+        )
+
+
+def _group_size(width: Any, group: Any) -> tuple[int, int]:
+    try:
+        wide = int(width)
+        size = wide if group == CHANNEL else int(group)
+        check_group(wide, size)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"quantization_config: group_sizes has {width!r}: {group!r}: {error}; {_ANEW}") from None
+    return wide, size

@@ -1,0 +1,271 @@
+"""What a W4A8 checkpoint's config.json may say, and what the preset and the start-up line make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
+
+from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import report
+from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
+from kvcompile.integrations.vllm.linear_config import W4A8Config
+from tests.integrations.w4a8_layers import layer_of, rank
+
+# The small Llama of conftest.py: hidden 128 (2 heads of 64), intermediate 256.
+QUANTISED: dict[str, Any] = {
+    "quant_method": "kvcompile_w4a8",
+    "format": 1,
+    "group_size": 128,
+    "group_sizes": {"128": 128, "256": 64},
+    "method": "search",
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+def _refused(**changes: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        W4A8Config.from_config({**QUANTISED, **changes})
+    message = str(caught.value)
+    assert message.splitlines() == [message]
+    assert message.startswith("quantization_config: ")
+    assert "kvcompile quantize" in message
+    return message
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_the_group_of_each_input_width_is_read():
+    assert W4A8Config.from_config(QUANTISED).group_sizes == {128: 128, 256: 64}
+    assert W4A8Config.from_config({**QUANTISED, "group_sizes": {"80": "channel"}}).group_sizes == {80: 80}
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_is_refused_with_the_one_that_is_read(version):
+    assert f"format is {version!r}; this version of kvcompile reads 1" in _refused(format=version)
+
+
+@pytest.mark.parametrize("sizes", [None, {}, [128], "128"])
+def test_missing_group_sizes_are_refused(sizes):
+    assert f"group_sizes is {sizes!r}; allowed is a table from input width to group size" in _refused(group_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("width", "group"),
+    [("128", 32), ("192", 128), ("100", "channel"), ("128", 0), ("128", -64), ("x", 64), ("128", None), ("128", "big")],
+)
+def test_an_illegal_group_is_refused_with_its_width(width, group):
+    assert f"group_sizes has {width!r}: {group!r}: " in _refused(group_sizes={width: group})
+
+
+@pytest.mark.parametrize("names", ["lm_head", [1]])
+def test_skipped_modules_are_a_list_of_names(names):
+    assert f"modules_to_not_convert is {names!r}; allowed is a list of names" in _refused(modules_to_not_convert=names)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("activation_symmetric", False), ("input_quant", "static"), ("activations", {"bits": 4}), ("act_order", True)],
+)
+def test_other_activations_are_refused_by_their_key(key, value):
+    said = _refused(**{key: value})
+    assert f"{key} is {value!r}; activations are int8, symmetric, with one scale per token" in said
+
+
+def test_what_the_format_does_not_have_is_refused():
+    assert "rotation is not known; format 1 has quant_method, format, group_size" in _refused(rotation="hadamard")
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def _method(name: str, config: W4A8Config) -> object:
+    with rank(0, 1):
+        return layer_of(name, 256, [128, 64, 64], config).quant_method
+
+
+def test_linears_are_ours_but_for_those_that_the_checkpoint_leaves_out():
+    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    config, online = W4A8Config({256: 64}), W4A8Config()
+    for each in (config, online):
+        each.packed_modules_mapping = parts
+    assert type(_method("qkv_proj", config)) is W4A8LinearMethod
+    assert type(_method("qkv_proj", online)) is W4A8OnlineLinearMethod
+    skipped = [f"model.layers.3.block.{part}" for part in parts["qkv_proj"]]
+    left = W4A8Config({256: 64}, tuple(skipped))
+    left.packed_modules_mapping = parts
+    assert type(_method("qkv_proj", left)) is UnquantizedLinearMethod
+    assert type(_method("down_proj", left)) is W4A8LinearMethod
+
+
+def test_what_is_no_linear_keeps_vllms_own_method():
+    config = W4A8Config({256: 64})
+    with rank(0, 1):
+        head = ParallelLMHead.__new__(ParallelLMHead)
+    assert config.get_quant_method(head, "lm_head") is None
+    assert config.get_quant_method(torch.nn.Module(), "model.layers.0.self_attn.attn") is None
+
+
+def test_experts_are_refused_rather_than_left_as_they_are():
+    with pytest.raises(UsageError, match=r"^layer model\.layers\.0\.mlp\.experts: W4A8 does not reach the experts"):
+        W4A8Config().get_quant_method(RoutedExperts.__new__(RoutedExperts), "model.layers.0.mlp.experts")
+
+
+def test_a_width_that_the_checkpoint_does_not_list_is_refused_with_those_that_it_does():
+    with pytest.raises(UsageError) as caught:
+        W4A8Config({128: 128, 256: 64}).group_on_rank("o_proj", 512, 1)
+    assert "layer o_proj: quantization_config has no group size for an input width of 512, only for 128, 256" in str(
+        caught.value
+    )
+
+
+# --- vLLM's configuration -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantised(checkpoint):
+    return checkpoint(quantization_config=QUANTISED)
+
+
+def test_vllm_knows_the_quantisation_on_every_platform(monkeypatch):
+    assert "kvcompile_w4a8" in QUANTIZATION_METHODS
+    assert get_quantization_config("kvcompile_w4a8") is W4A8Config
+    current_platform.verify_quantization("kvcompile_w4a8")
+    assert W4A8Config.get_min_capability() == 80
+
+
+def test_activations_in_fp32_are_for_the_cpu_only(monkeypatch):
+    assert torch.float32 in W4A8Config().get_supported_act_dtypes()
+    monkeypatch.setattr(CpuPlatform, "is_cpu", lambda self: False)
+    assert W4A8Config().get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_checkpoint_names_its_quantisation_itself(build, engine_args, quantised, asked):
+    config: VllmConfig = (build if asked else lambda **f: engine_args(**f).create_engine_config())(model=quantised)
+    assert config.model_config.quantization == "kvcompile_w4a8"
+    assert config.quant_config.group_sizes == {128: 128, 256: 64}
+    assert config.quant_config.skipped == ["lm_head"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_plain_checkpoint_may_be_quantised_while_it_loads(build, engine_args, llama, asked):
+    make = build if asked else lambda **f: engine_args(**f).create_engine_config()
+    config = make(quantization="kvcompile_w4a8")
+    assert config.quant_config.group_sizes is None
+
+
+def test_the_compile_cache_key_changes_with_what_the_checkpoint_says(build, quantised):
+    """In one folder: the path is part of the key, and would hide that the rest is too."""
+    hashes = [build(model=quantised).compute_hash()]
+    for changes in ({"group_sizes": {"128": 64, "256": 64}}, {"modules_to_not_convert": []}):
+        text = json.loads((quantised / "config.json").read_text())
+        (quantised / "config.json").write_text(json.dumps({**text, "quantization_config": {**QUANTISED, **changes}}))
+        hashes.append(build(model=quantised).compute_hash())
+    assert len(set(hashes)) == 3
+
+
+def test_the_compile_cache_key_changes_with_quantising_while_loading(build):
+    assert build().compute_hash() != build(quantization="kvcompile_w4a8").compute_hash()
+
+
+# --- refused before a worker starts ---------------------------------------------------------------------------------
+
+
+def test_a_wrong_description_is_one_line(refusal, checkpoint):
+    line = refusal(model=checkpoint(quantization_config={**QUANTISED, "format": 7}))
+    assert line.startswith("quantization_config: format is 7; this version of kvcompile reads 1; ")
+
+
+def test_a_group_that_straddles_ranks_is_one_line(refusal, checkpoint):
+    wide = checkpoint(
+        intermediate_size=384,
+        num_key_value_heads=2,
+        quantization_config={**QUANTISED, "group_sizes": {"128": 64, "384": 128}},
+    )
+    line = refusal(model=wide, tensor_parallel_size=2)
+    assert line.startswith(
+        "layer down_proj: groups of 128 do not divide the 192 input channels of one rank (384 over 2"
+    )
+
+
+def test_switching_linear_off_under_a_w4a8_checkpoint_is_refused_with_advice(refusal, quantised):
+    assert refusal(model=quantised, additional_config={"kvcompile": {"linear.enabled": False}}) == (
+        f"model {quantised}: linear.enabled is false, but its weights are W4A8 and nothing else can serve them; remove "
+        "linear.enabled=false, or serve the checkpoint that it was made from"
+    )
+
+
+def test_switching_linear_off_and_asking_for_it_is_refused(refusal, llama):
+    fields = {"quantization": "kvcompile_w4a8", "additional_config": {"kvcompile": {"linear.enabled": False}}}
+    assert refusal(**fields) == (
+        f"model {llama}: linear.enabled is false, but --quantization kvcompile_w4a8 is given; remove one of the two"
+    )
+
+
+def test_lora_is_refused_by_its_flag(refusal, quantised):
+    fields = {"enable_lora": True, "additional_config": {"kvcompile": {"kv8.enabled": False}}}
+    assert refusal(model=quantised, **fields) == (
+        "--enable-lora does not work with W4A8 weights; remove it, or serve an unquantised checkpoint"
+    )
+
+
+# --- the start-up line ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"128": 128, "256": 128}, "group size 128 and channel"),
+        ({"128": 64, "256": 128}, "group size 128 and 64"),
+        ({"128": 64, "256": 64}, "group size 64"),
+        ({"128": "channel", "256": "channel"}, "group size channel"),
+    ],
+)
+def test_the_line_names_the_groups_of_a_w4a8_checkpoint(build, checkpoint, startup_lines, sizes, says):
+    build(model=checkpoint(quantization_config={**QUANTISED, "group_sizes": sizes}))
+    assert f", linear (W4A8 checkpoint, {says}, torch CPU operators); not active: " in startup_lines[0]
+
+
+def test_the_line_says_that_weights_are_quantised_while_loading(build, startup_lines):
+    build(quantization="kvcompile_w4a8")
+    assert ", linear (W4A8, quantised while loading, torch CPU operators); not active: " in startup_lines[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "the checkpoint is not quantised"),
+        ({"quantization": "fp8"}, "the checkpoint is fp8"),
+        ({"additional_config": {"kvcompile": {"linear.enabled": False}}}, "linear.enabled=false"),
+    ],
+)
+def test_the_line_says_why_there_are_no_w4a8_linears(build, startup_lines, fields, why):
+    build(**fields)
+    assert f"linear ({why})" in startup_lines[0].partition("not active: ")[2]
+
+
+def test_strict_accepts_a_checkpoint_that_leaves_linear_nothing_to_do(build, quantised):
+    strict = {"additional_config": {"kvcompile": {"strict": True}}}
+    build(**strict)
+    build(model=quantised, **strict)
+    build(quantization="kvcompile_w4a8", **strict)
+
+
+def test_only_the_reason_of_a_checkpoint_is_no_obstacle(build, quantised):
+    config = build(model=quantised)
+    assert report.in_the_way(config, {"linear": "something else", "kv8": "reason"}) == {
+        "linear": "something else",
+        "kv8": "reason",
+    }
+    assert report.in_the_way(build(), {"kv8": "reason"}) == {"kv8": "reason"}
