@@ -17,8 +17,10 @@ def quant_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`kvcompile::quant_per_token` after its checks."""
     y = x.float()
     amax = y.abs().amax(-1, keepdim=True).clamp_min_(AMAX_FLOOR)
+    # Not `QUANT_MAX / amax`, which torch computes as reciprocal times 127, with two roundings.
+    inverse = torch.full_like(amax, QUANT_MAX).div_(amax)
     # The only products that are not finite are NaN: inf * 0, and all of a row with a NaN.
-    q = y.mul(QUANT_MAX / amax).round_().nan_to_num_(nan=0.0)
+    q = y.mul(inverse).round_().nan_to_num_(nan=0.0)
     return q.to(torch.int8), (amax / QUANT_MAX).squeeze(-1)
 
 

@@ -32,8 +32,8 @@ _MOST_FUSED_TOKENS = 1024
 _SMALL = (Tiling(1, 8, 4, 1, 1), Tiling(1, 8, 3, 1, 1), Tiling(1, 4, 4, 1, 1), Tiling(1, 4, 3, 1, 1))
 _PREFERRED = (
     (16, (Tiling(1, 12, 4, 1, 2), Tiling(1, 8, 4, 1, 2), Tiling(1, 8, 3, 1, 2), *_SMALL)),
-    (32, (Tiling(1, 16, 3, 1, 1), *_SMALL)),
-    (_MOST_FUSED_TOKENS, (Tiling(1, 8, 6, 1, 1), *_SMALL)),
+    (32, (Tiling(4, 16, 3, 2, 1), Tiling(1, 16, 3, 1, 1), *_SMALL)),
+    (_MOST_FUSED_TOKENS, (Tiling(4, 16, 2, 2, 1), Tiling(1, 8, 6, 1, 1), *_SMALL)),
 )
 
 

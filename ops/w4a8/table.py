@@ -20,7 +20,7 @@ import logging
 import math
 import re
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("tables")
 MEASURED_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
+_FEW_TOKENS = 8
 # Of weights on their way in a multiprocessor: fewer do not cover the latency of the memory.
-_STAGE_BYTES = (32 << 10, 180 << 10)
+_STAGE_BYTES = (24 << 10, 180 << 10)
 _MOST_WARPS = 32
 
 
@@ -73,7 +74,14 @@ def choose(limits: Limits, tokens: int, rows: int, columns: int, groups: int) ->
 
 def candidates(limits: Limits, tokens: int) -> list[Tiling]:
     """The tilings that are worth measuring on a GPU for that many tokens. Some may not fit a shape."""
-    cuts = product((1, 2, WGMMA_ROW_TILES), (4, 8, 12, 16), (3, 4, 5, 6, 8), (1, 2), (1, 2, 3))
+    if tokens <= _FEW_TOKENS:
+        cuts = product((1, 2), (4, 8, 12, 16), (3, 4, 5, 8), (1, 2), (1, 2, 3))
+    else:
+        # Activations take the shared memory that more stages or blocks would need; dividing them is what helps.
+        cuts = chain(
+            product((1, 2), (4, 8, 12, 16), (3, 4, 6), (1, 2, 4), (1, 2)),
+            product((WGMMA_ROW_TILES,), (8, 12, 16), (2, 3, 4, 6), (1, 2, 4, 8), (1, 2)),
+        )
     return [tiling for tiling in (Tiling(*cut) for cut in cuts) if limits.has(tiling) and _promises(tiling, tokens)]
 
 

@@ -20,7 +20,7 @@ from kvcompile.tools import bench_w4a8_systems as systems
 
 CPU = torch.device("cpu")
 # Three blocks, since with one and two the kernel is the same.
-BEST, SPILLING, REFUSED = Tiling(1, 8, 5, 1, 1), Tiling(1, 8, 4, 1, 3), Tiling(1, 8, 6, 1, 1)
+BEST, SPILLING, REFUSED = Tiling(1, 8, 5, 1, 1), Tiling(1, 8, 4, 1, 3), Tiling(1, 8, 8, 1, 1)
 # Microseconds, whatever the shape: the spilling and the refused would be fastest.
 TIMES = {SPILLING: 1.0, REFUSED: 2.0, BEST: 10.0}
 OTHERS_US = 20.0

@@ -36,6 +36,12 @@ def test_halves_go_to_the_even_neighbour() -> None:
     assert act_quant.quant_per_token(x)[0].tolist() == [[0, 2, 2, 0, -2, -2, 127]]
 
 
+def test_the_inverse_of_the_scale_is_rounded_once_as_on_a_gpu() -> None:
+    # 127 / a rounded once makes this value 3.5, which goes to 4; 127 times a rounded 1 / a would make it 3.4999998.
+    x = torch.tensor([[1.9940955638885498, 0.054955389350652695]])
+    assert act_quant.quant_per_token(x)[0].tolist() == [[127, 4]]
+
+
 def test_a_known_norm_gives_known_numbers() -> None:
     # mean of squares 25 / 2, so the norm is x * sqrt(2) / 5 = (0.848..., -1.131...), and 3 / 4 of 127 is 95.25.
     x = torch.tensor([[3.0, -4.0]])
