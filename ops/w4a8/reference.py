@@ -4,13 +4,13 @@ N output channels, K input channels, g weights a group, G = K / g groups a row. 
 group, 4 bits on the int8 grid:
 
     s1[n]   = max_k |w[n,k]| / 119                      w8 = round(w / s1)
-    s2[n,j] = max(ceil((max - min of w8) / 15.5), 1)    z[n,j] = round(-min / s2)     (min <= 0 <= max)
+    s2[n,j] = max(round(r / 15), ceil(r / 16), 1)       r = max - min of w8 in the group      (min <= 0 <= max)
+    z[n,j]  = round(-min / s2)
     w4      = clamp(round(w8 / s2) + z, 0, 15)          w8' = (w4 - z) * s2           in -128..127
 
 119 is the protective range: a rebuilt value is at most half a step of 16 further out, so it never wraps. Rounding is
-half to even. The step s2 is the smallest that clips no value by more than half of itself: rounding (max - min) / 15
-instead would cut a range of 22 down to 15. Because w8' is int8 with one scale per channel, a W4A8 product is a W8A8
-product on w8', bit for bit.
+half to even. ceil(r / 16) bounds what 16 levels may cut off at one step: rounding alone would cut a range of 22 down to
+15. Because w8' is int8 with one scale per channel, a W4A8 product is a W8A8 product on w8', bit for bit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def quantize(weight: torch.Tensor, group_size: int) -> W4A8Weight:
 def group_grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(s2, z) by the formula above, float of `groups`' shape less its last dimension, for values on the int8 grid."""
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
-    scales = ((high - low) / 15.5).ceil().clamp(min=1)
+    span = high - low
+    scales = torch.maximum((span / 15).round(), (span / 16).ceil()).clamp(min=1)
     return scales, (-low / scales).round().clamp(0, 15)
 
 

@@ -1,0 +1,162 @@
+"""`kvcompile quantize`: a W4A8 checkpoint out of a Hugging Face checkpoint of the Llama family."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvcompile.config import UsageError
+from kvcompile.tools import quantize_report as report
+from kvcompile.tools import quantize_steps as steps
+from kvcompile.tools.quantize_output import COMPLETE, Workspace
+from kvcompile.tools.quantize_progress import progress, say
+from kvcompile.tools.quantize_source import Source, TensorFiles
+
+METHODS = {
+    "rtn": "round to nearest",
+    "search": "scales of the smallest squared error, without data",
+    "gptq": "GPTQ on the text of --calibration",
+}
+GROUP_SIZES = ("128", "64", "channel")
+CALIBRATION_TOKENS = 32768
+
+Texts = dict[str, list[int] | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Quantise the linears inside the decoder layers to 4 bits on an int8 grid (W4A8). A run that was stopped is "
+        "continued by the same command."
+    )
+    parser.add_argument("src", type=Path, metavar="SRC", help="folder of the checkpoint; it is not changed")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; called OUT.part until it is complete")
+    parser.add_argument("--group-size", choices=GROUP_SIZES, default="128", help="weights per scale (default 128)")
+    methods = "; ".join(f"{name}: {what}" for name, what in METHODS.items())
+    parser.add_argument("--method", choices=METHODS, help=f"{methods} (default: search, or gptq with --calibration)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="plain text like what will be served")
+    parser.add_argument(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help=f"use the first N tokens of it (default {CALIBRATION_TOKENS})",
+    )
+    parser.add_argument("--perplexity", type=Path, metavar="FILE", help="report perplexity before and after on it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 once OUT is complete, with the report on standard output and progress on standard error."""
+    method = _method(args)
+    source, out = Source(args.src.expanduser().resolve()), args.out.expanduser().absolute()
+    if out.resolve().is_relative_to(source.path) or source.path.is_relative_to(out.resolve()):
+        raise UsageError(f"OUT {out} and SRC {source.path} lie one in the other; name another OUT")
+    wanted = None if args.group_size == "channel" else int(args.group_size)
+    job = steps.Job(source, method, args.group_size, source.group_sizes(wanted))
+    made_from = {"--method": method, "--group-size": args.group_size}
+    if method == "gptq":
+        made_from |= {"--calibration": _identity(args.calibration), "--calibration-tokens": args.calibration_tokens}
+    texts = _texts(args, source)
+    try:
+        with torch.inference_mode(), Workspace(out, {**made_from, "source": source.identity()}) as workspace:
+            if not workspace.done(COMPLETE):
+                workspace.need(job.disk_bytes())
+                with progress("checking the source", job.tensor_bytes()[0]) as advance:
+                    source.check_finite(advance)
+                _quantise(job, workspace, texts)
+            workspace.publish(drop=[steps.layer_file(i) for i in range(source.layers)] if method == "gptq" else [])
+        print(f"wrote {out}")
+    except OSError as error:
+        cause = error.strerror or str(error)
+        raise UsageError(f"cannot write {out}: {cause}; put that right and run the same again to continue") from error
+    return 0
+
+
+def _method(args: argparse.Namespace) -> str:
+    """The method, after checking that it and the calibration arguments go together."""
+    method = args.method or ("gptq" if args.calibration else "search")
+    if method == "gptq" and not args.calibration:
+        raise UsageError("--method gptq needs text: give --calibration FILE")
+    given = "--calibration" if args.calibration else "--calibration-tokens"
+    if method != "gptq" and (args.calibration or args.calibration_tokens is not None):
+        raise UsageError(f"{given} has no use in --method {method}; leave one of them out")
+    if args.calibration_tokens is None:
+        args.calibration_tokens = CALIBRATION_TOKENS
+    if args.calibration_tokens < steps.WINDOW:
+        raise UsageError(f"--calibration-tokens is {args.calibration_tokens}; allowed is {steps.WINDOW} or more")
+    return method
+
+
+def _texts(args: argparse.Namespace, source: Source) -> Texts:
+    """Token ids of the texts that were given. transformers is imported only for these."""
+    texts: Texts = {"calibration": None, "perplexity": None}
+    for name, limit in (("calibration", args.calibration_tokens), ("perplexity", None)):
+        if file := getattr(args, name):
+            from kvcompile.tools.quantize_perplexity import tokens_of
+
+            texts[name] = tokens_of(file, source.path, f"--{name}", limit)
+    return texts
+
+
+def _quantise(job: steps.Job, workspace: Workspace, texts: Texts) -> None:
+    start, source = time.monotonic(), job.source
+    for width, size in job.group_sizes.items():
+        if job.group_size not in ("channel", str(size)):
+            shown = "one group per channel" if size == width else f"groups of {size}"
+            say(f"quantize: {width} input channels do not divide into groups of {job.group_size}: {shown} instead")
+    if texts["calibration"]:
+        with progress("calibrating layers", source.layers) as advance:
+            steps.calibrate_layers(job, workspace, texts["calibration"], advance)
+    sizes = job.tensor_bytes()
+    with progress("writing shards", sizes[0]) as advance:
+        steps.write_shards(job, workspace, advance)
+    steps.write_rest(job, workspace)
+    rows = {row["name"]: row for step in workspace.rows.values() for row in step}
+    rows = [rows[name] for name in source.linears]
+    seconds = time.monotonic() - start
+    result: dict[str, Any] = {
+        "method": job.method,
+        "quantization_config": job.quantization_config(),
+        "tensor_bytes": {"before": sizes[0], "after": sizes[1]},
+        "seconds": seconds,
+        "summary": report.summary(rows),
+        "layers": rows,
+    }
+    console = Console(highlight=False)
+    report.show(console, rows, sizes, seconds)
+    if texts["perplexity"]:
+        result["perplexity"] = _perplexity(job, workspace.path, texts["perplexity"], console)
+    workspace.write_json(report.REPORT, result)
+
+
+def _perplexity(job: steps.Job, made: Path, tokens: list[int], console: Console) -> dict[str, Any]:
+    from kvcompile.tools import quantize_perplexity as perplexity
+
+    source = job.source
+    with progress("perplexity", 2 * source.layers) as advance:
+        before, after = (
+            perplexity.losses(source.path, files, tokens, advance)
+            for files in (source, TensorFiles(made, list(source.shards)))
+        )
+    comparison = perplexity.compare(before, after)
+    console.print(perplexity.told(comparison), soft_wrap=True)
+    return comparison.as_json()
+
+
+def _identity(file: Path) -> str:
+    """The text's path and what it holds."""
+    try:
+        return f"{file.name} (SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
+    except OSError as error:
+        raise UsageError(f"--calibration {file} cannot be read: {error.strerror}; give a plain text file") from error
+
+
+if __name__ == "__main__":
+    from kvcompile.cli import main
+
+    sys.exit(main(["quantize", *sys.argv[1:]]))

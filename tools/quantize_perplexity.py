@@ -1,0 +1,105 @@
+"""Perplexity of a checkpoint folder on a text, and of a W4A8 one with the operators that serve it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvcompile.config import UsageError
+from kvcompile.ops.act_quant import quant_per_token
+from kvcompile.ops.w4a8 import W4A8Weight, pack, w4a8_linear
+from kvcompile.tools.quantize_model import LINEARS, LayerwiseModel, batches, replace, windows
+from kvcompile.tools.quantize_source import TensorFiles
+
+WINDOW = 512  # tokens
+
+Advance = Callable[[int], None]  # told 1 after each layer
+
+
+class W4A8Linear(nn.Module):
+    """A linear run by the operators: activations to int8 per token, exact int32 sums. Float32 in and out."""
+
+    def __init__(self, weight: W4A8Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self._tiles, self._group_params = pack(weight)
+        self._scales, self._bias = weight.channel_scales, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_q, x_scale = quant_per_token(x.flatten(0, -2))
+        y = w4a8_linear(x_q, x_scale, self._tiles, self._group_params, self._scales, self._bias, torch.float32)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class Comparison(NamedTuple):
+    """Mean nats per token before and after, and their difference with its standard error over windows."""
+
+    tokens: int
+    before: float
+    after: float
+    difference: float
+    standard_error: float | None  # None for a text of one window
+
+    def as_json(self) -> dict[str, Any]:
+        perplexities = {"perplexity_before": math.exp(self.before), "perplexity_after": math.exp(self.after)}
+        return {**self._asdict(), **perplexities, "window_tokens": WINDOW}
+
+
+def tokens_of(file: Path, checkpoint: Path, flag: str, limit: int | None = None) -> list[int]:
+    """The ids of a text file, at most `limit` of them. Raises UsageError, naming `flag`, for too short a text."""
+    from transformers import AutoTokenizer
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {file} cannot be read as UTF-8 text: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{flag}: the tokenizer of {checkpoint} cannot be loaded: {first}") from error
+    ids = tokenizer(text, verbose=False)["input_ids"][:limit]
+    if len(ids) < WINDOW:
+        raise UsageError(f"{flag} {file} holds {len(ids)} tokens; at least {WINDOW} are needed")
+    return ids
+
+
+def losses(checkpoint: Path, files: TensorFiles, tokens: list[int], advance: Advance) -> Tensor:
+    """Nats of each token but a window's first, [windows, WINDOW - 1]; linears that `files` has as W4A8 run as such."""
+    model = LayerwiseModel(checkpoint, files.read, files.names)
+    ids = windows(tokens, WINDOW)
+    hidden = model.embed(ids)
+    for index in range(model.layers):
+        quantised = {part: f"model.layers.{index}.{part}" for part in LINEARS}
+        quantised = {part: name for part, name in quantised.items() if f"{name}.qweight" in files.names}
+        layer = model.layer(index, without=frozenset(quantised))
+        for part, name in quantised.items():
+            weight = W4A8Weight(*(files.read(f"{name}.{field}") for field in W4A8Weight._fields))
+            bias = files.read(f"{name}.bias").float() if f"{name}.bias" in files.names else None
+            replace(layer, part, W4A8Linear(weight, bias))
+        for some in batches(hidden):
+            hidden[some] = model.forward(layer, hidden[some])
+        advance(1)
+    return model.losses(hidden, ids)
+
+
+def compare(before: Tensor, after: Tensor) -> Comparison:
+    """Of the losses of the same text, [windows, tokens]."""
+    difference = (after - before).double().mean(1)
+    error = (difference.std() / len(difference) ** 0.5).item() if len(difference) > 1 else None
+    means = (part.double().mean().item() for part in (before, after))
+    return Comparison(before.numel(), *means, difference.mean().item(), error)
+
+
+def told(comparison: Comparison) -> str:
+    """The comparison in a line."""
+    error = "" if comparison.standard_error is None else f" +- {comparison.standard_error:.4f}"
+    return (
+        f"perplexity on {comparison.tokens} tokens: {math.exp(comparison.before):.3f} before, "
+        f"{math.exp(comparison.after):.3f} after; {comparison.before:.4f} and {comparison.after:.4f} nats per token, "
+        f"difference {comparison.difference:+.4f}{error}"
+    )

@@ -1,0 +1,195 @@
+"""The checkpoint that `kvcompile quantize` reads: what it must be, and its tensors one at a time. It is not changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvcompile.config import UsageError
+from kvcompile.ops.w4a8 import legal_group
+from kvcompile.tools import checked_dir
+from kvcompile.tools.quantize_model import LINEARS
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+INDEX = "model.safetensors.index.json"
+
+_FLOATS = ("BF16", "F16", "F32")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+
+
+class TensorFiles:
+    """The tensors of a folder of safetensors files: `shards` maps each file's name to its tensors, in file order."""
+
+    def __init__(self, path: Path, files: list[str]) -> None:
+        self.path = path
+        self.shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        self._file_of: dict[str, str] = {}
+        for file in files:
+            with self._open(file) as handle:
+                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, it is no mapping
+                self.shards[file] = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            for name in self.shards[file]:
+                if name in self._file_of:
+                    raise UsageError(
+                        f"{path}: tensor {name} is in {self._file_of[name]} and in {file}; "
+                        f"add {INDEX}, or leave one set of shards in the folder"
+                    )
+                self._file_of[name] = file
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype, as safetensors writes it, and shape of a tensor."""
+        return self.shards[self._file_of[name]][name]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored."""
+        with self._open(self._file_of[name]) as handle:
+            return handle.get_tensor(name)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.path / file, "pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(
+                f"{self.path / file} cannot be read as safetensors ({' '.join(str(error).split())}); "
+                "get the checkpoint again"
+            ) from error
+
+
+class Source(TensorFiles):
+    """An unquantised Llama-family checkpoint folder.
+
+    `linears` maps the name of every linear inside the decoder layers (without ".weight") to (N, K). Raises UsageError,
+    in one line, for whatever else the folder may be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.config = _config(path)
+        super().__init__(path, _shard_names(path))
+        layers = self.config.get("num_hidden_layers")
+        if not isinstance(layers, int) or layers < 1:
+            raise UsageError(f"{path / 'config.json'}: num_hidden_layers is {layers!r}; allowed is 1 or more")
+        self.layers = layers
+        self.linears = {
+            name: self._linear(name)
+            for name in (f"model.layers.{layer}.{part}" for layer in range(layers) for part in LINEARS)
+        }
+
+    def check_finite(self, advance: Callable[[int], None]) -> None:
+        """Read everything once, telling `advance` the bytes. Raises UsageError, naming the tensor, for NaN or infinity.
+
+        Ahead of the work, as a calibrated run would find out after hours.
+        """
+        for name in sorted(self.names):
+            tensor = self.read(name)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise UsageError(f"SRC {self.path}: tensor {name} holds NaN or infinity; get the checkpoint again")
+            advance(tensor.nbytes)
+
+    def group_sizes(self, wanted: int | None) -> dict[int, int]:
+        """Group by input width: the largest legal one up to `wanted`, or the whole width (None)."""
+        widths = {width: name for name, (_, width) in self.linears.items()}
+        sizes = {}
+        for width, name in sorted(widths.items()):
+            try:
+                sizes[width] = legal_group(width, width if wanted is None else wanted)
+            except ValueError as error:
+                raise UsageError(f"{self.path}: {name}.weight cannot be quantised: {error}") from error
+            if wanted is None:
+                sizes[width] = width
+        return sizes
+
+    def side_files(self) -> list[Path]:
+        """Tokenizer and other files that go with the weights: top level, no weights, nor what is written anew."""
+        anew = ("config.json", checked_dir.MANIFEST)
+        return sorted(
+            path
+            for path in self.path.iterdir()
+            if path.is_file() and path.name not in anew and not path.name.endswith(_WEIGHT_FILES)
+        )
+
+    def identity(self) -> dict[str, list[int]]:
+        """Size and time of last change (ns) of every file that the result depends on."""
+        files = [*(self.path / file for file in self.shards), self.path / "config.json", *self.side_files()]
+        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+    def _linear(self, name: str) -> tuple[int, int]:
+        tensor = f"{name}.weight"
+        if tensor not in self.names:
+            packed = sorted(other for other in self.names if other.startswith(f"{name}.") and other != f"{name}.bias")
+            if packed:
+                raise UsageError(f"{self.path}: holds {packed[0]}: it is quantised already; give the original")
+            raise UsageError(f"{self.path}: tensor {tensor} is missing from the weight files; get the checkpoint again")
+        dtype, shape = self.kind(tensor)
+        if dtype not in _FLOATS:
+            raise UsageError(
+                f"{self.path}: {tensor} is {dtype}: it is quantised already; allowed are {', '.join(_FLOATS)}"
+            )
+        if len(shape) != 2:
+            raise UsageError(f"{self.path}: {tensor} has shape {list(shape)}; allowed is [outputs, inputs]")
+        return shape
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "no such folder"
+        raise UsageError(f"SRC {path}: {what}; give the folder of a Hugging Face checkpoint")
+    file = path / "config.json"
+    if not file.is_file():
+        raise UsageError(f"SRC {path}: the folder has no config.json; give that of a Hugging Face checkpoint")
+    config = _json(file)
+    quantised = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
+    if quantised:
+        method = config[quantised].get("quant_method") if isinstance(config[quantised], dict) else None
+        raise UsageError(f"SRC {path}: is quantised already ({quantised}: {method}); give the original checkpoint")
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        shown = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
+        raise UsageError(f"SRC {path}: architecture {shown} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    return config
+
+
+def _shard_names(path: Path) -> list[str]:
+    """The files that hold the weights: those of the index; else model.safetensors; else all, which must be complete."""
+    if (path / INDEX).is_file():
+        index = _json(path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+            raise UsageError(f"{path / INDEX} has no weight_map; get the checkpoint again")
+        files = sorted(set(index.values()))
+        if inside := next((file for file in files if Path(file).name != file), None):
+            raise UsageError(f"{path / INDEX} names {inside}; allowed are files of the same folder")
+    elif (path / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    else:
+        present = {file.name for file in path.glob("*.safetensors")}
+        # model-00002-of-00003 says that there are three.
+        numbered = [match for match in map(_NUMBERED.fullmatch, present) if match]
+        announced = {f"{m[1]}-{i:05}-of-{m[2]}.safetensors" for m in numbered for i in range(1, int(m[2]) + 1)}
+        files = sorted(present | announced)
+    if not files:
+        raise UsageError(f"SRC {path}: no safetensors file; convert the checkpoint to safetensors first")
+    missing = next((file for file in files if not (path / file).is_file()), None)
+    if missing:
+        raise UsageError(f"SRC {path}: shard {missing} is missing; get the checkpoint again")
+    return files
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read as JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} holds no JSON object; get the checkpoint again")
+    return value
