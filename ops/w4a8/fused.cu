@@ -7,17 +7,16 @@
 // whole numbers, so it equals the product with the rebuilt int8 weight bit for bit.
 //
 // A cluster of SPLIT blocks owns a range of units (R tiles of 16 output channels); each of its blocks takes a slice of
-// the input channels. Within a block, the steps (one unit by U tiles of 64 input channels) are dealt to the warps as one
-// line cut into equal pieces, so that every shape keeps all warps busy; a warp adds what it has to the block's sums in
-// shared memory whenever it leaves a unit. int32 addition is associative: the result does not depend on any order.
+// the input channels. Within a block, the steps (one unit by U tiles of 64 input channels) are dealt to the warps as
+// one line cut into equal pieces, so that every shape keeps all warps busy; a warp adds what it has to the block's sums
+// in shared memory whenever it leaves a unit. int32 addition is associative: the order makes no difference.
 //
 // Weights reach shared memory by cp.async, each thread fetching only what it reads itself, STAGES - 1 steps ahead.
 // They do not depend on the kernel before this one, so with programmatic dependent launch they are under way while that
 // one still runs. Activations lie in shared memory for `phase_steps` steps at a time, and beside them their sum over
 // each step.
 //
-// Defines: NT (tiles of 8 tokens in a block), R, U, WARPS, STAGES, SPLIT, RESIDENT (blocks that a multiprocessor's
-// registers must hold), ONE_GROUP (1: a step is a group), OUT (0 bf16, 1 fp16, 2 fp32, 3 the int32 sums).
+// Defines: those of fused.cuh, R.
 
 #include "fused.cuh"
 
@@ -80,7 +79,8 @@ __device__ __forceinline__ void load_activations(unsigned char* x_tile, int* x_s
                     mma(sum, ONES, b.x, b.y);
                     mma(sum, ONES, b.z, b.w);
                 }
-                if (lane < 4) *reinterpret_cast<int2*>(x_sums + step * TOKENS + n * 8 + lane * 2) = make_int2(sum[0], sum[1]);
+                int* const to = x_sums + step * TOKENS + n * 8 + lane * 2;
+                if (lane < 4) *reinterpret_cast<int2*>(to) = make_int2(sum[0], sum[1]);
             }
     }
 }
@@ -90,9 +90,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
                const unsigned char* __restrict__ group_params, const float* __restrict__ channel_scales,
                const void* __restrict__ bias, void* __restrict__ y, int tokens, int rows, int columns, int groups,
                int steps_per_group, int phase_steps, int most_units) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    numeric::launch_dependents();
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = SPLIT == 1 ? 0 : blockIdx.x % SPLIT;
@@ -121,8 +119,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     // Tiles past the last channel (the second of a pair) repeat the last: computed, never written.
     for (int i = threadIdx.x; i < (unit1 - unit0) * R * group_count * 2; i += WARPS * 32) {
         const int half = i & 1, group = (i >> 1) % group_count, tile = (i >> 1) / group_count;
-        const long long from = (static_cast<long long>(min(unit0 * R + tile, tile_rows - 1)) * groups + group0 + group) * 32;
-        copy_async(shared_address(params + (tile * group_count + group) * 32 + half * 16), group_params + from + half * 16);
+        const long long row = min(unit0 * R + tile, tile_rows - 1);
+        copy_async(shared_address(params + (tile * group_count + group) * 32 + half * 16),
+                   group_params + (row * groups + group0 + group) * 32 + half * 16);
     }
     commit();
 
@@ -182,9 +181,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     const int row0 = unit0 * UNIT_ROWS, row_count = min(unit1 * UNIT_ROWS, rows) - row0;
     for (int i = threadIdx.x; i < row_count; i += WARPS * 32) scales[i] = channel_scales[row0 + i];
 
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    numeric::wait_for_previous();
     if (threadIdx.x < block_tokens) x_scales[threadIdx.x] = x_scale[first_token + threadIdx.x];
 
     int total[R][NT][4] = {}, acc[R][NT][4] = {}, x_sum[NT][2] = {};
@@ -218,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
             for (int n = 0; n < NT; ++n)
                 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    atomicAdd(sums + sum_index(row + r * TILE_ROWS + (i >> 1) * 8, n * 8 + (lane & 3) * 2 + (i & 1)), total[r][n][i]);
+                    const int token = n * 8 + (lane & 3) * 2 + (i & 1);
+                    atomicAdd(sums + sum_index(row + r * TILE_ROWS + (i >> 1) * 8, token), total[r][n][i]);
                     total[r][n][i] = 0;
                 }
     };
@@ -226,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     for (int phase = step0; phase < step1; phase += phase_steps) {
         const int length = min(phase_steps, step1 - phase);
         if (phase > step0) __syncthreads();  // all have read the last phase's activations
-        load_activations(x_tile, x_sums, x + static_cast<long long>(first_token) * columns, block_tokens, columns, x_pitch,
-                         phase * STEP_COLUMNS, length);
+        load_activations(x_tile, x_sums, x + static_cast<long long>(first_token) * columns, block_tokens, columns,
+                         x_pitch, phase * STEP_COLUMNS, length);
         if (phase == step0) wait_until_left<STAGES - 1>();  // of the parameters' group
         __syncthreads();
 
@@ -237,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         const unsigned char* b_at;
         const int* x_sum_at;
         const auto enter = [&](int step) {
-            param_at = params + ((unit - unit0) * R * group_count + step / steps_per_group - group0) * 32 + (lane >> 2) * 4;
+            param_at = params + ((unit - unit0) * R * group_count + step / steps_per_group - group0) * 32 +
+                       (lane >> 2) * 4;
             b_at = x_tile + (step - phase) * STEP_COLUMNS + (lane & 3) * 16;
             x_sum_at = x_sums + (step - phase) * TOKENS + (lane & 3) * 2;
             in_group = step % steps_per_group;

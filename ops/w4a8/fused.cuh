@@ -1,13 +1,22 @@
 // What the fused kernels share: sizes of the packed layout, asynchronous copies, and the way from sums to outputs.
 //
-// Defines: NT (tiles of 8 tokens in a block), U (tiles of 64 input channels in a step), WARPS, SPLIT, OUT (0 bf16, 1 fp16,
-// 2 fp32, 3 the int32 sums).
+// Defines: NT (tiles of 8 tokens in a block), U (tiles of 64 input channels in a step), WARPS, STAGES (steps of weights
+// that a warp has in shared memory), SPLIT (blocks of a cluster), RESIDENT (blocks that the registers of a
+// multiprocessor must hold), ONE_GROUP (1: a step is a group), OUT (0 bf16, 1 fp16, 2 fp32, 3 the int32 sums).
 
 #pragma once
+
+#include "numeric.cuh"
 
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64, TILE_BYTES = 512, TILE_UINT4S = 32;
 constexpr int STEP_COLUMNS = U * TILE_COLUMNS, STEP_CHUNKS = STEP_COLUMNS / 16;
 constexpr int TOKENS = 8 * NT;
+
+#if OUT == 0
+using Half = numeric::Bf16;
+#else
+using Half = numeric::Fp16;
+#endif
 
 // Where the sum of a row and a token is: tokens change places within a row so that two lanes meet in a bank, not eight.
 __device__ __forceinline__ int sum_index(int row, int token) {
@@ -23,8 +32,8 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool t
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 
-// The neighbours of these 16 bytes are wanted next: let the L2 fetch 256. (An eviction policy would be worth 1 % more, but
-// ptxas 13.0 puts its descriptor into an odd register in some of the variants, which is an illegal instruction.)
+// The neighbours of these 16 bytes are wanted next: let the L2 fetch 256. (An eviction policy would be worth 1 % more,
+// but ptxas 13.0 puts its descriptor into an odd register in some variants, which is an illegal instruction.)
 __device__ __forceinline__ void copy_weight_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
@@ -35,33 +44,18 @@ template <int LEFT> __device__ __forceinline__ void wait_until_left() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ float load_output(const void* from, int i) {
-    if constexpr (OUT == 2) return static_cast<const float*>(from)[i];
-    const unsigned short bits = static_cast<const unsigned short*>(from)[i];
-    if constexpr (OUT == 0) return __uint_as_float(static_cast<unsigned>(bits) << 16);
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ void store_output(void* to, long long i, float value) {
-    if constexpr (OUT == 2) {
-        static_cast<float*>(to)[i] = value;
-    } else {
-        unsigned short bits;
-        if constexpr (OUT == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-        else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-        static_cast<unsigned short*>(to)[i] = bits;
-    }
-}
-
 // Where a warp is in the line of steps: unit by unit, within a unit step by step.
 struct Cursor {
     int unit, step, left;
 };
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ int4 load_from_block(const int4* mine, int rank) {
     unsigned there;
@@ -82,32 +76,34 @@ struct Output {
 
     __device__ __forceinline__ float value(int sum, int row, int token) const {
         const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), x_scale[token]), channel_scales[row]);
-        return bias == nullptr ? scaled : __fadd_rn(scaled, load_output(bias, row0 + row));
+        if (bias == nullptr) return scaled;
+        if constexpr (OUT == 2) return __fadd_rn(scaled, static_cast<const float*>(bias)[row0 + row]);
+        else return __fadd_rn(scaled, Half::to_float(static_cast<const unsigned short*>(bias)[row0 + row]));
     }
     __device__ __forceinline__ long long at(int row, int token) const {
         return static_cast<long long>(first_token + token) * rows + row0 + row;
     }
     __device__ __forceinline__ void store(int sum, int row, int token) const {
         if constexpr (OUT == 3) static_cast<int*>(y)[at(row, token)] = sum;
-        else store_output(y, at(row, token), value(sum, row, token));
+        else if constexpr (OUT == 2) static_cast<float*>(y)[at(row, token)] = value(sum, row, token);
+        else static_cast<unsigned short*>(y)[at(row, token)] = Half::from_float(value(sum, row, token));
     }
-    // Eight rows of 16-bit outputs, 16 bytes apart from the last store and aligned to them.
+    // Eight rows of 16-bit outputs: 16 bytes, aligned to them.
     __device__ __forceinline__ void store8(const int (&sum)[8], int row, int token) const {
         unsigned packed[4];
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float low = value(sum[2 * i], row + 2 * i, token), high = value(sum[2 * i + 1], row + 2 * i + 1, token);
-            if constexpr (OUT == 0) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed[i]) : "f"(high), "f"(low));
-            else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed[i]) : "f"(high), "f"(low));
+            const float low = value(sum[2 * i], row + 2 * i, token);
+            packed[i] = Half::pack(low, value(sum[2 * i + 1], row + 2 * i + 1, token));
         }
         *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at(row, token)) =
             make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
 };
 
-// Add up the sums of the cluster's blocks and write the outputs of `row_count` rows. Called by all threads, in blocks that
-// have at least one row in shared memory.
-__device__ __forceinline__ void write_outputs(int* sums, const Output& output, int rank, int row_count, int block_tokens) {
+// Add up the sums of the cluster's blocks and write the outputs of `row_count` rows. Called by all threads.
+__device__ __forceinline__ void write_outputs(int* sums, const Output& output, int rank, int row_count,
+                                              int block_tokens) {
     int from = 0, to = row_count;
     __syncthreads();
 #if SPLIT > 1

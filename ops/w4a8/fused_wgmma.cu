@@ -1,5 +1,5 @@
-// W4A8 product for more tokens than fused.cu is fast for, on Hopper: the same packed weights, streamed once and rebuilt to
-// int8 in registers, times activations that the tensor cores read from shared memory themselves (wgmma).
+// W4A8 product for more tokens than fused.cu is fast for, on Hopper: the same packed weights, streamed once and rebuilt
+// to int8 in registers, times activations that the tensor cores read from shared memory themselves (wgmma).
 //
 //   y[t, n] = x_scale[t] * channel_scales[n] * sum_k x[t, k] * w8'[n, k]  (+ bias[n]),   w8' = (w4 - z) * s2
 //
@@ -11,15 +11,16 @@
 // channels, in each chunk 16 bytes a token. Within 64 channels the words of the four chunks are dealt out as the packed
 // weight deals its nibbles: chunk j, word q is channels 16 q + 4 j to 16 q + 4 j + 3 (layout.py).
 //
-// Defines: those of fused.cuh, STAGES, RESIDENT (blocks that a multiprocessor's registers must hold).
+// Defines: those of fused.cuh.
 
 #include "fused.cuh"
+#include "rebuild.cuh"
 
 constexpr int GROUPS_OF_WARPS = WARPS / 4, UNIT_ROWS = 4 * TILE_ROWS, STAGE_BYTES = U * TILE_BYTES;
 constexpr int CHUNK_BYTES = TOKENS * 16;
 
-// d += a b with the rows of this warp in `a`. `b` is the low word of a descriptor: where the chunk starts, and in the upper
-// half how far it is to the next one; the high word is how far it is to the next 8 tokens. All in 16 bytes, no swizzle.
+// d += a b with the rows of this warp in `a`. `b` is the low word of a descriptor: where the chunk starts, and in the
+// upper half how far it is to the next one; the high word: how far to the next 8 tokens. All in 16 bytes, no swizzle.
 constexpr unsigned TOKEN_STRIDE = 128 >> 4, CHUNK_STRIDE = CHUNK_BYTES >> 4;
 
 __device__ __forceinline__ void multiply(int (&d)[4 * NT], const unsigned (&a)[4], unsigned b) {
@@ -78,13 +79,6 @@ __device__ __forceinline__ void multiply(int (&d)[4 * NT], const unsigned (&a)[4
 #endif
 }
 
-// Four values w8' of one channel. Each plus 128 is a digit 0..255 of a number to the base 256, so one multiply-add of
-// whole words is exact in every byte, whatever carries pass between them on the way; flipping the top bits takes the 128
-// off again. `offset` is (128 - z * s2) in every byte.
-__device__ __forceinline__ unsigned rebuild(unsigned codes, unsigned scale, unsigned offset) {
-    return (codes * scale + offset) ^ 0x80808080u;
-}
-
 // Bring `length` steps of all tokens from column `column0` on into shared memory.
 __device__ __forceinline__ void load_activations(unsigned char* x_tile, const signed char* x, int tokens, int columns,
                                                  int column0, int length) {
@@ -92,23 +86,24 @@ __device__ __forceinline__ void load_activations(unsigned char* x_tile, const si
     // A warp reads 64 bytes of 8 tokens at once; rows past the last token hold zeros.
     #pragma unroll 8
     for (int i = warp; i < blocks * NT; i += WARPS) {
-        const int block = i / NT, t = i % NT * 8 + (lane >> 2), column = column0 + block * TILE_COLUMNS + (lane & 3) * 16;
+        const int block = i / NT, t = i % NT * 8 + (lane >> 2);
+        const int column = column0 + block * TILE_COLUMNS + (lane & 3) * 16;
         uint4 value = make_uint4(0, 0, 0, 0);
         if (t < tokens && column < columns)
             value = *reinterpret_cast<const uint4*>(x + static_cast<long long>(t) * columns + column);
         unsigned* const to = reinterpret_cast<unsigned*>(x_tile + block * 4 * CHUNK_BYTES + t * 16) + (lane & 3);
-        to[0] = value.x, to[CHUNK_BYTES / 4] = value.y, to[CHUNK_BYTES / 2] = value.z, to[CHUNK_BYTES / 4 * 3] = value.w;
+        constexpr int CHUNK = CHUNK_BYTES / 4;
+        to[0] = value.x, to[CHUNK] = value.y, to[2 * CHUNK] = value.z, to[3 * CHUNK] = value.w;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-    w4a8_fused_wgmma(const signed char* __restrict__ x, const float* __restrict__ x_scale, const uint4* __restrict__ tiles,
+    w4a8_fused_wgmma(const signed char* __restrict__ x, const float* __restrict__ x_scale,
+                     const uint4* __restrict__ tiles,
                const unsigned char* __restrict__ group_params, const float* __restrict__ channel_scales,
                const void* __restrict__ bias, void* __restrict__ y, int tokens, int rows, int columns, int groups,
                int steps_per_group, int phase_steps, int most_units) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    numeric::launch_dependents();
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = SPLIT == 1 ? 0 : blockIdx.x % SPLIT;
@@ -134,8 +129,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     // Tiles past the last channel repeat the last: computed, never written.
     for (int i = threadIdx.x; i < (unit1 - unit0) * 4 * group_count * 2; i += WARPS * 32) {
         const int half = i & 1, group = (i >> 1) % group_count, tile = (i >> 1) / group_count;
-        const long long from = (static_cast<long long>(min(unit0 * 4 + tile, tile_rows - 1)) * groups + group0 + group) * 32;
-        copy_async(shared_address(params + (tile * group_count + group) * 32 + half * 16), group_params + from + half * 16);
+        const long long row = min(unit0 * 4 + tile, tile_rows - 1);
+        copy_async(shared_address(params + (tile * group_count + group) * 32 + half * 16),
+                   group_params + (row * groups + group0 + group) * 32 + half * 16);
     }
     commit();
 
@@ -188,9 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     const int row0 = unit0 * UNIT_ROWS, row_count = min(unit1 * UNIT_ROWS, rows) - row0;
     for (int i = threadIdx.x; i < row_count; i += WARPS * 32) scales[i] = channel_scales[row0 + i];
 
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    numeric::wait_for_previous();
     if (threadIdx.x < block_tokens) x_scales[threadIdx.x] = x_scale[first_token + threadIdx.x];
 
     int acc[4 * NT] = {};
@@ -231,8 +225,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
             fetch_next(last_stage);
             const unsigned p = *reinterpret_cast<const unsigned*>(param_at);
             const unsigned scale0 = p & 255, scale1 = p >> 16 & 255;
-            const unsigned offset0 = (128 - (p >> 8 & 255) * scale0) * 0x01010101u;
-            const unsigned offset1 = (128 - (p >> 24) * scale1) * 0x01010101u;
+            const unsigned offset0 = rebuild_offset(scale0, p >> 8 & 255), offset1 = rebuild_offset(scale1, p >> 24);
             unsigned a[U][2][4];
             #pragma unroll
             for (int u = 0; u < U; ++u) {

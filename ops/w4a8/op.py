@@ -29,6 +29,9 @@ def w4a8_linear(
     x_q: int8 [M, K]. x_scale: fp32 [M]. tiles, group_params: what `pack` returned. channel_scales: fp32 [N]. bias: [N]
     of out_dtype, or None. out_dtype: bf16, fp16 or fp32. All contiguous, on one device.
 
+    On a GPU the weight (tiles, group_params, channel_scales) is fetched before the kernel in front on the stream has
+    ended. Whoever writes it there waits for that, as `pack` does, or has any other kernel run in between.
+
     The sum is exact, in int32; the rest is computed in fp32, in the order float(sum) * x_scale * channel_scales + bias,
     and rounded once. Raises ValueError naming the argument that does not fit.
     """

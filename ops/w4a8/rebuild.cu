@@ -1,20 +1,16 @@
 // w8'[n, k] = (w4[n, k] - z[n, j]) * s2[n, j] of a whole weight, int8 [rows, columns]: a W8A8 product does the rest.
 //
-// A warp takes TILES tiles along the input channels at once, so that it writes runs of 64 * TILES bytes of 16 rows. The
-// arithmetic is that of fused.cu: one multiply-add rebuilds four bytes exactly.
+// A warp takes TILES tiles along the input channels at once, so that it writes runs of 64 * TILES bytes of 16 rows.
+
+#include "numeric.cuh"
+#include "rebuild.cuh"
 
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
 
-__device__ __forceinline__ unsigned rebuild(unsigned codes, unsigned scale, unsigned offset) {
-    return (codes * scale + offset) ^ 0x80808080u;
-}
-
 extern "C" __global__ void __launch_bounds__(256)
-    w4a8_rebuild(const uint4* __restrict__ tiles, const unsigned* __restrict__ group_params, signed char* __restrict__ out,
-                 int rows, int columns, int groups, int steps_per_group) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    w4a8_rebuild(const uint4* __restrict__ tiles, const unsigned* __restrict__ group_params,
+                 signed char* __restrict__ out, int rows, int columns, int groups, int steps_per_group) {
+    numeric::launch_dependents();
     const int lane = threadIdx.x & 31;
     const int tile_columns = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int pieces = (tile_columns + TILES - 1) / TILES;
@@ -30,15 +26,12 @@ extern "C" __global__ void __launch_bounds__(256)
             w[i] = __ldcs(tiles + (static_cast<long long>(tile_row) * tile_columns + step) * 32 + lane);
             p[i] = group_params[(static_cast<long long>(tile_row) * groups + step / steps_per_group) * 8 + (lane >> 2)];
         }
-#if __CUDA_ARCH__ >= 900
-        // The buffer may still be read by the product before this.
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+        numeric::wait_for_previous();  // the buffer may still be read by the product before this
         #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             const unsigned scale0 = p[i] & 255, scale1 = p[i] >> 16 & 255;
-            const unsigned offset0 = (128 - (p[i] >> 8 & 255) * scale0) * 0x01010101u;
-            const unsigned offset1 = (128 - (p[i] >> 24) * scale1) * 0x01010101u;
+            const unsigned offset0 = rebuild_offset(scale0, p[i] >> 8 & 255);
+            const unsigned offset1 = rebuild_offset(scale1, p[i] >> 24);
             constexpr unsigned LOW = 0x0f0f0f0fu;
             const int column = (step0 + i) * TILE_COLUMNS + (lane & 3) * 16;
             if (column >= columns) continue;  // 16 columns are all there or all not

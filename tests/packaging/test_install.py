@@ -131,7 +131,7 @@ def _folder(package: str) -> Path:
 
 
 def _is_installed(path: Path) -> bool:
-    return path.suffix in (".py", *DATA_SUFFIXES) or path.name == "py.typed" or path.parent.name == "data"
+    return path.suffix in (".py", *DATA_SUFFIXES) or path.name == "py.typed" or path.parent.name in ("data", "tables")
 
 
 def _matching(predicate: Callable[[Path], bool]) -> set[str]:
