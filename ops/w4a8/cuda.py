@@ -164,8 +164,8 @@ def _finish(
     return (y if bias is None else y.add_(bias)).to(out_dtype)
 
 
-@cache
 def _has_cutlass() -> bool:
+    # Asked each time: vLLM may load its extension after a first product.
     return hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
