@@ -75,7 +75,8 @@ struct Fp16 {
 };
 
 // Programmatic dependent launch; nothing below sm_90.
-// Lets the next kernel of the stream start its blocks once all of ours have said so or ended.
+// Lets the next kernel of the stream start its blocks once all of ours have said so or ended. Called after the wait, so
+// that whatever ran before this kernel has ended, and is visible, to what the next one reads before its own wait.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

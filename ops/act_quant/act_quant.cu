@@ -337,8 +337,8 @@ __device__ __forceinline__ void run(const Op& op, signed char* q, float* scale) 
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     quant_per_token(const unsigned short* x, long long stride, int K, signed char* q, float* scale) {
-    numeric::launch_dependents();
     numeric::wait_for_previous();
+    numeric::launch_dependents();
     const long long row = blockIdx.x;
     run(Quant{x + row * stride, K}, q + row * K, scale + row);
 }
@@ -346,8 +346,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     rms_norm_quant(const unsigned short* x, long long stride, const unsigned short* weight, float eps, int K,
                    signed char* q, float* scale) {
-    numeric::launch_dependents();
     numeric::wait_for_previous();
+    numeric::launch_dependents();
     const long long row = blockIdx.x;
     run(RmsNorm{x + row * stride, weight, eps, K}, q + row * K, scale + row);
 }
@@ -356,8 +356,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     fused_add_rms_norm_quant(const unsigned short* x, long long stride, const unsigned short* residual,
                              long long residual_stride, const unsigned short* weight, float eps, int K, signed char* q,
                              float* scale, unsigned short* residual_out) {
-    numeric::launch_dependents();
     numeric::wait_for_previous();
+    numeric::launch_dependents();
     const long long row = blockIdx.x;
     run(AddRmsNorm{x + row * stride, residual + row * residual_stride, weight, residual_out + row * K, eps, K},
         q + row * K, scale + row);
@@ -365,8 +365,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     silu_mul_quant(const unsigned short* gate_up, long long stride, int K, signed char* q, float* scale) {
-    numeric::launch_dependents();
     numeric::wait_for_previous();
+    numeric::launch_dependents();
     const long long row = blockIdx.x;
     const unsigned short* gate = gate_up + row * stride;
     run(SiluMul{gate, gate + K, K}, q + row * K, scale + row);

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kvcompile.ops.w4a8.layout import unpack
 from kvcompile.ops.w4a8.reference import W4A8Weight, rebuild
 
+_CHECKSUM_WORDS = 64  # a tile
 # tiles -> (what identified their content, w8' [N, K])
 _REBUILT = WeakIdKeyDictionary()
 
@@ -49,5 +50,8 @@ def _rebuilt(tiles: torch.Tensor, group_params: torch.Tensor, out_features: int,
     return known[1]
 
 
-def _checksum(packed: torch.Tensor) -> int:
-    return int(packed.view(torch.int64).sum())
+def _checksum(packed: torch.Tensor) -> tuple[bytes, bytes]:
+    """Sums along rows and along columns of the bytes as a matrix: equal sums in another order are told apart."""
+    words = packed.view(torch.int64).flatten()
+    matrix = words.reshape(-1, _CHECKSUM_WORDS if words.numel() % _CHECKSUM_WORDS == 0 else 4)
+    return matrix.sum(0).numpy().tobytes(), matrix.sum(1).numpy().tobytes()

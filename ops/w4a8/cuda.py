@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from kvcompile.ops.w4a8 import fused, table
 from kvcompile.ops.w4a8.fused import Tiling
 from kvcompile.ops.w4a8.layout import TILE_COLUMNS, TILE_ROWS, tiles_along
 from kvcompile.ops.w4a8.limits import RESERVED_SHARED_BYTES, Limits
+
+logger = logging.getLogger(__name__)
 
 SOURCES = {wgmma: Path(__file__).with_name(f"fused{'_wgmma' * wgmma}.cu") for wgmma in (False, True)}
 REBUILD = Path(__file__).with_name("rebuild.cu")
@@ -60,6 +64,23 @@ def linear(
     if tiling is None:
         return rebuilt_linear(x_q, x_scale, tiles, group_params, channel_scales, bias, out_dtype)
     return fused_linear(x_q, x_scale, tiles, group_params, channel_scales, bias, out_dtype, tiling)
+
+
+def prepare(device: torch.device, rows: int, columns: int, groups: int, out_dtype: torch.dtype) -> None:
+    """Compile and load every kernel that a product with such a weight can take, so that no request waits for it.
+
+    A few tenths of a second a kernel the first time, nothing once they are in the cache.
+    """
+    start = time.monotonic()
+    found = limits(device)
+    kernels = {_rebuild_kernel(device)}
+    for tokens in (1, *(each * step for each in table.MEASURED_TOKENS for step in (1, 2))):
+        if tiling := table.choose(found, tokens, rows, columns, groups):
+            tiles = fused.token_tiles(tokens, wgmma=tiling.wgmma)
+            kernels.add(_fused_kernel(device, tiling, tiles, columns, groups, _OUT[out_dtype]))
+    seconds = time.monotonic() - start
+    if seconds > 1:
+        logger.info("%d kernels for %d x %d linears compiled in %.0f s", len(kernels), rows, columns, seconds)
 
 
 def fused_linear(
@@ -136,9 +157,9 @@ def scaled_mm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The W8A8 product: vLLM's CUTLASS kernel where its extension is loaded and takes the shape, else cuBLASLt's."""
+    """The W8A8 product: vLLM's CUTLASS kernel where that does it, else cuBLASLt's, scaled afterwards: slower."""
     rows, columns = weight.shape
-    if _has_cutlass() and out_dtype != torch.float32 and rows % 16 == 0 and columns % 16 == 0:
+    if takes_cutlass(limits(x_q.device).capability, rows, columns, out_dtype):
         y = x_q.new_empty((x_q.shape[0], rows), dtype=out_dtype)
         torch.ops._C.cutlass_scaled_mm(y, x_q, weight.t(), x_scale[:, None], channel_scales[None, :], bias)
         return y
@@ -148,9 +169,11 @@ def scaled_mm(
 def _int_mm(x_q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """int32 [M, N]; cuBLASLt wants more than 16 rows and N a multiple of 8."""
     (tokens, _), rows = x_q.shape, weight.shape[0]
-    padded_x = torch.nn.functional.pad(x_q, (0, 0, 0, max(17 - tokens, 0)))
-    padded_weight = torch.nn.functional.pad(weight, (0, 0, 0, -rows % 8))
-    return torch._int_mm(padded_x, padded_weight.t())[:tokens, :rows]
+    if tokens < 17:
+        x_q = torch.nn.functional.pad(x_q, (0, 0, 0, 17 - tokens))
+    if rows % 8:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, -rows % 8))
+    return torch._int_mm(x_q, weight.t())[:tokens, :rows]
 
 
 def _finish(
@@ -164,9 +187,14 @@ def _finish(
     return (y if bias is None else y.add_(bias)).to(out_dtype)
 
 
-def _has_cutlass() -> bool:
+def takes_cutlass(capability: tuple[int, int], rows: int, columns: int, out_dtype: torch.dtype) -> bool:
+    """Whether vLLM's int8 kernel is there and does this product.
+
+    It is registered on every GPU, and refuses int8 from compute capability 10.0 on.
+    """
+    legal = out_dtype != torch.float32 and rows % 16 == 0 and columns % 16 == 0
     # Asked each time: vLLM may load its extension after a first product.
-    return hasattr(torch.ops._C, "cutlass_scaled_mm")
+    return legal and (8, 0) <= capability < (10, 0) and hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
 @cache

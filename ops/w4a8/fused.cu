@@ -90,7 +90,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
                const unsigned char* __restrict__ group_params, const float* __restrict__ channel_scales,
                const void* __restrict__ bias, void* __restrict__ y, int tokens, int rows, int columns, int groups,
                int steps_per_group, int phase_steps, int most_units) {
-    numeric::launch_dependents();
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = SPLIT == 1 ? 0 : blockIdx.x % SPLIT;
@@ -182,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     for (int i = threadIdx.x; i < row_count; i += WARPS * 32) scales[i] = channel_scales[row0 + i];
 
     numeric::wait_for_previous();
+    numeric::launch_dependents();
     if (threadIdx.x < block_tokens) x_scales[threadIdx.x] = x_scale[first_token + threadIdx.x];
 
     int total[R][NT][4] = {}, acc[R][NT][4] = {}, x_sum[NT][2] = {};

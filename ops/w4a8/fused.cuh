@@ -11,6 +11,8 @@
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64, TILE_BYTES = 512, TILE_UINT4S = 32;
 constexpr int STEP_COLUMNS = U * TILE_COLUMNS, STEP_CHUNKS = STEP_COLUMNS / 16;
 constexpr int TOKENS = 8 * NT;
+static_assert(WARPS >= 4 && WARPS <= 32, "a thread loads the scale of each of up to 128 tokens");
+static_assert(STAGES >= 2, "one stage is read while another is filled");
 
 #if OUT == 0
 using Half = numeric::Bf16;
@@ -50,11 +52,11 @@ struct Cursor {
 };
 
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ int4 load_from_block(const int4* mine, int rank) {

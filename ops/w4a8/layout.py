@@ -31,7 +31,7 @@ def tiles_along(count: int, tile: int) -> int:
 
 
 def pack(weight: W4A8Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles, group_params) of a weight on its device, complete on return. Raises ValueError as `check_weight` does."""
+    """(tiles, group_params) of a weight, on its device. Raises ValueError as `check_weight` does."""
     check_weight(weight)
     rows, columns = weight.out_features, weight.in_features
     row_pad = -rows % TILE_ROWS
@@ -46,12 +46,7 @@ def pack(weight: W4A8Weight) -> tuple[torch.Tensor, torch.Tensor]:
     words = split[..., 0, :] | split[..., 1, :] << 4
     tiles = words.permute(0, 3, 2, 4, 1, 5, 6).reshape(split.shape[0], split.shape[3], TILE_BYTES)
     params = torch.stack((scales, zeros), dim=-1).reshape(-1, 2, 8, scales.shape[1], 2)
-    params = params.permute(0, 3, 2, 1, 4).reshape(params.shape[0], -1, 32).contiguous()
-    tiles = tiles.contiguous()
-    if tiles.is_cuda:
-        # The fused kernel may fetch weights while the kernel before it runs; what writes them must not be that one.
-        torch.cuda.current_stream(tiles.device).synchronize()
-    return tiles, params
+    return tiles.contiguous(), params.permute(0, 3, 2, 1, 4).reshape(params.shape[0], -1, 32).contiguous()
 
 
 def unpack(

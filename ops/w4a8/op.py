@@ -12,6 +12,7 @@ from kvcompile.ops.w4a8 import cpu, cuda
 from kvcompile.ops.w4a8.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, tiles_along
 from kvcompile.ops.w4a8.reference import check_group
 
+ALIGNMENT = 16  # bytes that the kernels read at once
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -29,11 +30,12 @@ def w4a8_linear(
     x_q: int8 [M, K]. x_scale: fp32 [M]. tiles, group_params: what `pack` returned. channel_scales: fp32 [N]. bias: [N]
     of out_dtype, or None. out_dtype: bf16, fp16 or fp32. All contiguous, on one device.
 
-    On a GPU the weight (tiles, group_params, channel_scales) is fetched before the kernel in front on the stream has
-    ended. Whoever writes it there waits for that, as `pack` does, or has any other kernel run in between.
+    On a GPU the weight (tiles, group_params, channel_scales) may be read before the kernel in front of this one on the
+    stream has ended: whatever writes it must not be that very kernel, or must have been waited for.
 
     The sum is exact, in int32; the rest is computed in fp32, in the order float(sum) * x_scale * channel_scales + bias,
-    and rounded once. Raises ValueError naming the argument that does not fit.
+    and rounded once. For many tokens on a GPU vLLM's kernel takes the scales in another order: one rounding of
+    fp32 apart. Raises ValueError naming the argument that does not fit.
     """
     return torch.ops.kvcompile.w4a8_linear(x_q, x_scale, tiles, group_params, channel_scales, bias, out_dtype)
 
@@ -96,6 +98,12 @@ def _cpu(*arguments) -> torch.Tensor:  # type: ignore[no-untyped-def]
 
 def _cuda(*arguments) -> torch.Tensor:  # type: ignore[no-untyped-def]
     _check(*arguments)
+    for name, tensor in zip(("x_q", "x_scale", "tiles", "group_params"), arguments, strict=False):
+        if name != "x_scale" and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"w4a8_linear: {name} starts {tensor.data_ptr() % ALIGNMENT} bytes off a multiple of {ALIGNMENT}, as a "
+                "view into a larger tensor can; allowed is an aligned one, such as a clone"
+            )
     return cuda.linear(*arguments)
 
 

@@ -9,8 +9,7 @@ constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
 
 extern "C" __global__ void __launch_bounds__(256)
     w4a8_rebuild(const uint4* __restrict__ tiles, const unsigned* __restrict__ group_params,
-                 signed char* __restrict__ out, int rows, int columns, int groups, int steps_per_group) {
-    numeric::launch_dependents();
+                 signed char* __restrict__ out, int rows, int columns, int groups, int tiles_per_group) {
     const int lane = threadIdx.x & 31;
     const int tile_columns = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int pieces = (tile_columns + TILES - 1) / TILES;
@@ -24,9 +23,10 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < TILES; ++i) {
             const int step = min(step0 + i, tile_columns - 1);
             w[i] = __ldcs(tiles + (static_cast<long long>(tile_row) * tile_columns + step) * 32 + lane);
-            p[i] = group_params[(static_cast<long long>(tile_row) * groups + step / steps_per_group) * 8 + (lane >> 2)];
+            p[i] = group_params[(static_cast<long long>(tile_row) * groups + step / tiles_per_group) * 8 + (lane >> 2)];
         }
         numeric::wait_for_previous();  // the buffer may still be read by the product before this
+        numeric::launch_dependents();
         #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             const unsigned scale0 = p[i] & 255, scale1 = p[i] >> 16 & 255;

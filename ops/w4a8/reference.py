@@ -22,8 +22,8 @@ import torch
 PROTECTIVE_RANGE = 119
 GROUP_STEP = 64  # channels that one step of the kernels covers; a group is a multiple of it
 CHANNEL_STEP = 16  # bytes of activations in one access; K is a multiple of it, whatever the group
-# Products of 127 * 128 stay below 2^31 in the int32 sum up to this K.
-MAX_IN_FEATURES = 2**31 // (127 * 128) // GROUP_STEP * GROUP_STEP
+# The int32 sum holds this many products of -128 * -128.
+MAX_IN_FEATURES = (2**31 - 1) // 128**2 // GROUP_STEP * GROUP_STEP
 
 
 class W4A8Weight(NamedTuple):

@@ -1,6 +1,6 @@
 """Which tiling of the fused kernel, or the rebuilt weight, is fastest for a product: from measurements, by table.
 
-Two files per kind of GPU, of the same form, the first winning shape by shape: the user's, written by `kvcompile bench
+Two files per kind of GPU, of the same form, the first winning entry by entry: the user's, written by `kvcompile bench
 w4a8 --tune` into `tables` beside the kernel cache, and the one that comes with this package. Where neither says
 anything, `estimate` does.
 
@@ -10,7 +10,8 @@ anything, `estimate` does.
             {"tokens": 512, "tiling": null, "us": 40.1}]}]}
 
 A tiling of null is the rebuilt weight. "groups" may be left out. An entry holds for more tokens than the one before it
-and up to its own number; beyond the last one a rebuild stays a rebuild, and otherwise the estimate takes over.
+and up to its own number. The estimate takes over below a first entry that is a rebuild, beyond a last one that is not,
+and for weights of more than four times the sizes of any measured, or less than a quarter.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FORMAT = 1
 SHIPPED = Path(__file__).with_name("tables")
 MEASURED_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 _FEW_TOKENS = 8
+_FARTHEST = math.log(4)  # of a shape from one that may stand for it: the ratios of rows and of columns, multiplied
 # Of weights on their way in a multiprocessor: fewer do not cover the latency of the memory.
 _STAGE_BYTES = (24 << 10, 180 << 10)
 _MOST_WARPS = 32
@@ -125,6 +127,8 @@ def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
     for entry in listed:
         tiling = None if entry["tiling"] is None else Tiling(**entry["tiling"])
         _check_counts(entry["tokens"], *(tiling or ()))
+        if tiling is not None:
+            fused.check_tiling(tiling)
         entries.append(Entry(entry["tokens"], tiling, float(entry["us"])))
     if not entries:
         raise ValueError("a shape has no entries")
@@ -142,7 +146,10 @@ def _shapes(gpu: str) -> dict[Shape, tuple[Entry, ...]]:
     """All that was measured for a GPU."""
     shipped = SHIPPED / f"{slug(gpu)}.json"
     shapes = parse(shipped.read_text()) if shipped.is_file() else {}
-    return shapes | _user_shapes(gpu)
+    for shape, entries in _user_shapes(gpu).items():
+        merged = {entry.tokens: entry for entry in (*shapes.get(shape, ()), *entries)}
+        shapes[shape] = tuple(merged[tokens] for tokens in sorted(merged))
+    return shapes
 
 
 def _user_shapes(gpu: str) -> dict[Shape, tuple[Entry, ...]]:
@@ -164,14 +171,16 @@ def _measured(
     shapes: dict[Shape, tuple[Entry, ...]], tokens: int, rows: int, columns: int, groups: int
 ) -> Entry | None:
     """The entry that holds for this product, or None if there is none."""
-    if not shapes:
-        return None
 
     def distance(shape: Shape) -> tuple[float, bool]:
         sizes = abs(math.log(shape.rows / rows)) + abs(math.log(shape.columns / columns))
         return sizes, shape.groups not in (None, groups)
 
-    entries = shapes[min(shapes, key=distance)]
-    last = entries[-1]
+    nearest = min(shapes, key=distance, default=None)
+    if nearest is None or distance(nearest)[0] > _FARTHEST:
+        return None
+    first, *_, last = entries = (shapes[nearest][0], *shapes[nearest])
+    if first.tiling is None and tokens < first.tokens:
+        return None
     beyond = last if last.tiling is None else None
     return next((entry for entry in entries if tokens <= entry.tokens), beyond)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcompile.ops import w4a8
+from kvcompile.ops import act_quant, w4a8
 from kvcompile.ops.w4a8 import cuda, table
 from kvcompile.ops.w4a8.fused import Tiling
 from tests.ops.w4a8.weights import make_activations, make_weight
@@ -127,23 +127,72 @@ def test_a_graph_captured_on_a_side_stream_replays_with_other_data(tokens: int) 
         assert torch.equal(y, w4a8.w4a8_linear(*arguments) + w4a8.w4a8_linear(*arguments))
 
 
-def test_a_chain_of_products_sees_what_each_before_wrote() -> None:
-    """Programmatic launches overlap: the activations of each product come from the product before it."""
-    weight = make_weight(1024, 1024, 128).cuda()
-    rebuilt = w4a8.rebuild(weight.plain).double()
-    x_q, ones = make_activations(3, 1024)[0].cuda(), torch.ones(3, device="cuda")
-    for _ in range(50):
-        sums = w4a8.w4a8_linear(
-            x_q,
-            ones,
-            weight.tiles,
-            weight.group_params,
-            torch.ones_like(weight.plain.channel_scales),
-            None,
-            torch.float32,
-        )
-        assert torch.equal(sums.double(), x_q.double() @ rebuilt.t())
-        x_q = (sums.long() % 255 - 127).to(torch.int8)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_a_product_waits_for_the_activations_that_the_kernels_before_it_write(tiling: Tiling) -> None:
+    """Launches overlap: in replays of product, quantiser, product each sees what the one before it wrote."""
+    if not _runs_here(tiling):
+        pytest.skip("clusters and wgmma are Hopper's")
+    tokens, slow, fast = 16, make_weight(4096, 4096, 128).cuda(), make_weight(512, 4096, 128).cuda()
+    x_q, x_scale = (each.cuda() for each in make_activations(tokens, 4096))
+    ones = torch.ones(tokens, device="cuda")
+
+    def chain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # 40 products of the slow weight: long enough for all later blocks to be resident and waiting.
+        for _ in range(40):
+            y = cuda.fused_linear(x_q, x_scale, *slow.arguments, None, torch.bfloat16, tiling)
+        q, scale = act_quant.quant_per_token(y)
+        return q, scale, cuda.fused_linear(q, ones, *fast.arguments, None, torch.int32, tiling)
+
+    chain()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        q, scale, sums = chain()
+    rebuilt = w4a8.rebuild(fast.plain).double()
+    for seed in range(20, 26):
+        x_q.copy_(make_activations(tokens, 4096, seed)[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        y = cuda.fused_linear(x_q, x_scale, *slow.arguments, None, torch.bfloat16, tiling)
+        torch.cuda.synchronize()
+        theirs_q, theirs_scale = act_quant.quant_per_token(y)
+        assert torch.equal(q, theirs_q) and torch.equal(scale, theirs_scale)
+        assert torch.equal(sums.double(), q.double() @ rebuilt.t())
+
+
+def test_rebuilding_waits_for_the_product_that_still_reads_the_buffer() -> None:
+    """The buffer of a rebuilt weight goes back to the allocator at once, and the next product's takes its place."""
+    first, second = make_weight(2048, 2048, 128).cuda(), make_weight(2048, 2048, 128, seed=4).cuda()
+    x_q, x_scale = (each.cuda() for each in make_activations(512, 2048))
+    wanted = [
+        cuda.fused_linear(x_q, x_scale, *weight.arguments, None, torch.float32, Tiling(1, 8, 4, 1, 1))
+        for weight in (first, second)
+    ]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = [
+            cuda.rebuilt_linear(x_q, x_scale, *weight.arguments, None, torch.float32) for weight in (first, second)
+        ]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_views_that_are_not_aligned_are_refused() -> None:
+    weight = make_weight(24, 128, 64).cuda()
+    x_q = torch.zeros(3 * 128 + 1, dtype=torch.int8, device="cuda")[1:].view(3, 128)
+    with pytest.raises(ValueError, match="x_q starts 1 bytes off a multiple of 16"):
+        w4a8.w4a8_linear(x_q, torch.ones(3, device="cuda"), *weight.arguments, None, torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_product_on_the_second_gpu_is_that_on_the_first() -> None:
+    weight = make_weight(256, 512, 64)
+    x_q, x_scale = make_activations(5, 512)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        arguments = [each.to(device) for each in (x_q, x_scale, *weight.arguments)]
+        results.append(w4a8.w4a8_linear(*arguments, None, torch.bfloat16).cpu())
+    assert torch.equal(*results)
 
 
 def test_what_a_table_chooses_fits_and_many_tokens_are_left_to_the_int8_product() -> None:

@@ -1,4 +1,4 @@
-"""Every variant of the W4A8 kernels that a shipped table or the cost model can choose compiles, without spills."""
+"""The W4A8 kernels compile for every architecture, in every kind of variant and as models need them, without spills."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import triton
 
 from kvcompile.ops import nvrtc
-from kvcompile.ops.w4a8 import cuda, fused
+from kvcompile.ops.w4a8 import cuda, fused, table
 from kvcompile.ops.w4a8.fused import Tiling
+from kvcompile.ops.w4a8.limits import Limits
 from tests.gpu.test_w4a8_on_gpu import TILINGS
+from tests.ops.w4a8.gpus import GPUS, LLAMA_8B
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -36,14 +38,17 @@ def _assert_sound(source: Path, name: str, arch: str, defines: dict[str, int]) -
 
 def _variants(tiling: Tiling) -> Iterator[dict[str, int]]:
     """The macros of the variants that differ in kind: by tokens, by the steps of a group, by the output."""
-    tokens = [n for n in (8, 16, 32, 64, 128) if fused.fits_registers(tiling, n)]
-    for each in sorted({fused.token_tiles(n, wgmma=tiling.wgmma) * 8 for n in tokens}):
-        yield fused.defines(tiling, each, *KINDS[0], 0)
-        yield fused.defines(tiling, each, *KINDS[1], 0)
+    sizes = sorted({fused.token_tiles(n, wgmma=tiling.wgmma) * 8 for n in (8, 16, 32, 64, 128)})
+    one_group = [n for n in sizes if fused.fits_registers(tiling, n)]
+    several = [n for n in sizes if fused.fits_registers(tiling, n, one_group=False)]
+    for tokens in one_group:
+        yield fused.defines(tiling, tokens, *KINDS[0], 0)
+    for tokens in several:
+        yield fused.defines(tiling, tokens, *KINDS[1], 0)
     for kind in KINDS[2:]:
-        yield fused.defines(tiling, tokens[0], *kind, 0)
+        yield fused.defines(tiling, several[0], *kind, 0)
     for out in (1, 2, 3):
-        yield fused.defines(tiling, tokens[-1], *KINDS[0], out)
+        yield fused.defines(tiling, one_group[-1], *KINDS[0], out)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -56,6 +61,23 @@ def test_every_kind_of_tiling_compiles_without_spills(arch: str, tiling: Tiling)
     source = cuda.SOURCES[tiling.wgmma]
     for defines in _variants(tiling):
         _assert_sound(source, f"w4a8_{source.stem}", arch, defines)
+
+
+@pytest.mark.parametrize("limits", GPUS, ids=lambda gpu: gpu.name)
+def test_what_is_chosen_for_a_models_layers_compiles_without_spills(limits: Limits) -> None:
+    """By the shipped table where there is one, else by the estimate."""
+    major, minor = limits.capability
+    arch = f"sm_{major}{minor}" + "a" * (limits.capability == (9, 0))
+    variants = set()
+    for rows, columns, _ in LLAMA_8B:
+        for group in (64, 128):
+            for tokens in (1, *table.MEASURED_TOKENS):
+                if tiling := table.choose(limits, tokens, rows, columns, columns // group):
+                    defines = fused.defines(tiling, tokens, columns, columns // group, 0)
+                    variants.add((cuda.SOURCES[tiling.wgmma], tuple(sorted(defines.items()))))
+    assert variants
+    for source, defines in variants:
+        _assert_sound(source, f"w4a8_{source.stem}", arch, dict(defines))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcompile.ops.w4a8 import cpu as cpu_module
+from kvcompile.ops.w4a8 import cuda as cuda_module
 from kvcompile.ops.w4a8 import quantize, rebuild, w4a8_linear
 from kvcompile.ops.w4a8.layout import pack
 from tests.ops.w4a8.weights import make_activations, make_weight
@@ -54,19 +55,52 @@ def test_greatest_sums_do_not_wrap() -> None:
 
 
 def test_a_changed_weight_is_rebuilt_and_a_dead_one_let_go() -> None:
-    weight = make_weight(16, 64, 64)
-    x_q, _ = make_activations(3, 64)
+    weight = make_weight(16, 128, 64)
+    x_q, _ = make_activations(3, 128)
     before = cpu_module.accumulate(x_q, weight.tiles, weight.group_params, 16)
-    other = make_weight(16, 64, 64, seed=5)
+    other = make_weight(16, 128, 64, seed=5)
     weight.tiles.data.copy_(other.tiles)  # as vLLM reloads weights: no version changes
     weight.group_params.data.copy_(other.group_params)
     after = cpu_module.accumulate(x_q, weight.tiles, weight.group_params, 16)
     assert not torch.equal(before, after)
     assert torch.equal(after, cpu_module.accumulate(x_q, other.tiles, other.group_params, 16))
+    for order in (weight.tiles.flip(0, 1), weight.tiles.unflatten(2, (32, 16)).flip(2).flatten(2)):
+        weight.tiles.data.copy_(order.clone())  # the same bytes in another order
+        moved = cpu_module.accumulate(x_q, weight.tiles, weight.group_params, 16)
+        assert torch.equal(moved, cpu_module.accumulate(x_q, weight.tiles.clone(), weight.group_params, 16))
+        assert not torch.equal(moved, after)
+        after = moved
     alive = weakref.ref(cpu_module._REBUILT[weight.tiles][1])
     del weight
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "columns", "dtype", "taken"),
+    [
+        ((9, 0), 4096, 4096, torch.bfloat16, True),
+        ((8, 0), 4096, 4096, torch.float16, True),
+        ((8, 9), 4096, 4096, torch.bfloat16, True),
+        # Registered there too, and refused by the operator itself.
+        ((10, 0), 4096, 4096, torch.bfloat16, False),
+        ((12, 0), 4096, 4096, torch.bfloat16, False),
+        ((7, 5), 4096, 4096, torch.float16, False),
+        ((9, 0), 4096, 4096, torch.float32, False),
+        ((9, 0), 4097, 4096, torch.bfloat16, False),
+        ((9, 0), 4096, 4104, torch.bfloat16, False),
+    ],
+)
+def test_vllms_int8_kernel_is_taken_where_it_does_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    taken: bool,
+) -> None:
+    monkeypatch.setattr(torch.ops._C, "cutlass_scaled_mm", object(), raising=False)
+    assert cuda_module.takes_cutlass(capability, rows, columns, dtype) is taken
 
 
 def test_the_operator_passes_torchs_own_checks() -> None:
