@@ -6,9 +6,9 @@ A pass rewrites a post-grad graph in place:
         name = "norm_quant"                     # the key of `passes.<name>` in the configuration
         def __call__(self, graph) -> PassResult
 
-`candidates` counts the places where the pass looked for its pattern (for a fusion: the quantisers in the graph),
-`matched` those that it rewrote. Candidates without any match mean that the pattern no longer fits vLLM's graph, which
-would be silently slow: an error in strict mode, a warning that names the pass otherwise.
+`candidates` counts the places that the pass is for (for a fusion: the quantisers of what it fuses them with, in
+whatever form), `matched` those that it rewrote. Candidates without any match mean that the pattern no longer fits
+vLLM's graph, which would be silently slow: an error in strict mode, a warning that names the pass otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,13 @@ import torch.fx
 import kvcompile.ops
 import kvcompile.ops.kv8
 import kvcompile.passes
+from kvcompile.passes.norm_quant import NormQuant
+from kvcompile.passes.result import PassResult
+from kvcompile.passes.swiglu_quant import SwigluQuant
 
 logger = logging.getLogger("vllm.kvcompile.passes")
 
-
-@dataclass(frozen=True)
-class PassResult:
-    """What one pass did to one graph: sites rewritten, of sites looked at."""
-
-    name: str
-    matched: int
-    candidates: int
+_REASONS = 3  # of a pass that matched nothing, given in its message
 
 
 class PassError(RuntimeError):
@@ -49,8 +44,8 @@ class PassError(RuntimeError):
 
 GraphPass = Callable[[torch.fx.Graph], PassResult]
 
-# In the order in which they run. Empty in this version: there is no operator of ours in the graph to fuse with yet.
-PASSES: tuple[type, ...] = ()
+# In the order in which they run. A quantiser has one producer, so neither of these takes a site from the other.
+PASSES: tuple[type, ...] = (NormQuant, SwigluQuant)
 
 
 class PassPipeline:
@@ -78,6 +73,8 @@ class PassPipeline:
         results = []
         for graph_pass in self._passes:
             result = graph_pass(graph)
+            for reason in result.refused:
+                logger.debug("kvcompile pass %s, graph %d, left alone: %s", result.name, self.graphs_seen, reason)
             self._judge(result)
             total = self.totals[result.name]
             self.totals[result.name] = PassResult(
@@ -93,6 +90,8 @@ class PassPipeline:
             f"pass {result.name} matched none of {result.candidates} candidate sites in graph {self.graphs_seen}: "
             "its pattern does not fit this graph"
         )
+        if result.refused:
+            message = f"{message} ({'; '.join(result.refused[:_REASONS])})"
         if self._config["strict"]:
             raise PassError(f"{message} (strict=true)")
         logger.warning("kvcompile %s; the model runs unfused there", message)

@@ -34,12 +34,8 @@ _KEPT = re.compile(
 # The first is computed from config.json; the others scale QServe's own KV cache, which is not vLLM's.
 _DROPPED = re.compile(r".*\.(?:rotary_emb\.inv_freq|kv_scale_quant_orig|kv_scale_orig_quant)")
 _ELSEWHERE = "quantise the original model with `kvcompile quantize` instead"
-_DTYPES = {
-    torch.uint8: "U8",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-}
+_FLOATS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+_DTYPES = {torch.uint8: "U8", **_FLOATS}  # what OUT may hold
 _NO_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 Tensors = dict[str, torch.Tensor]
@@ -61,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"OUT {out} and SRC {source} lie one in the other; name another OUT")
     config = _config(source)
     tensors = _tensors(source)
-    _refuse_foreign(source, tensors)
+    _refuse_foreign(source, config["num_hidden_layers"], tensors)
     try:
         with torch.inference_mode(), Workspace(out, {"command": "import-qserve", "source": str(source)}) as workspace:
             # Of the same size but for s1, which grows from two to four bytes a row.
@@ -121,14 +117,28 @@ def _tensors(source: Path) -> Tensors:
     return tensors
 
 
-def _refuse_foreign(source: Path, tensors: Tensors) -> None:
-    """What is not known to be harmless may change results: smoothing, rotations, other activations."""
+def _refuse_foreign(source: Path, layers: int, tensors: Tensors) -> None:
+    """What is not known to be harmless may change results: smoothing, rotations, other activations, more layers."""
     if not any(name.endswith(".s1_scales") for name in tensors):
         raise UsageError(f"SRC {source}: has no s1_scales, so it is no W4A8 checkpoint of QServe; {_ELSEWHERE}")
     for name in sorted(tensors):
-        if not (_LINEARS.fullmatch(name) or _KEPT.fullmatch(name) or _DROPPED.fullmatch(name)):
+        if _DROPPED.fullmatch(name):
+            continue
+        linear, kept = _LINEARS.fullmatch(name), _KEPT.fullmatch(name)
+        if not linear and not kept:
             raise UsageError(
                 f"SRC {source}: tensor {name} has no place in a W4A8 Llama, and leaving it out could change results; "
+                f"{_ELSEWHERE}"
+            )
+        layer = linear[2] if linear else kept[1]
+        if layer is not None and int(layer) >= layers:
+            raise UsageError(
+                f"SRC {source}: tensor {name} is of layer {layer}; by config.json num_hidden_layers is {layers}, so "
+                f"that the last one is {layers - 1}; the two do not belong together, get the checkpoint again"
+            )
+        if (kept or linear[3] == "bias") and tensors[name].dtype not in _FLOATS:
+            raise UsageError(
+                f"SRC {source}: tensor {name} is {tensors[name].dtype}; allowed are {', '.join(map(str, _FLOATS))}; "
                 f"{_ELSEWHERE}"
             )
 
@@ -141,7 +151,7 @@ def _write(source: Path, config: dict[str, Any], tensors: Tensors, workspace: Wo
     total = 0
     for index in range(layers + 1):
         file = f"model-{index + 1:05}-of-{layers + 1:05}.safetensors"
-        made = _layer(index, config, tensors, groups) if index < layers else _rest(tensors)
+        made = _layer(index, config, tensors, groups) if index < layers else _rest(config, tensors)
         entries: list[Entry] = [(name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in made.items()]
         workspace.write_tensors(file, entries, made.values())
         where |= dict.fromkeys(made, file)
@@ -164,8 +174,12 @@ def _write(source: Path, config: dict[str, Any], tensors: Tensors, workspace: Wo
     workspace.write_json("config.json", {**config, "quantization_config": described})
 
 
-def _rest(tensors: Tensors) -> Tensors:
-    return {n: t for n, t in tensors.items() if (kept := _KEPT.fullmatch(n)) and kept[1] is None}
+def _rest(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """What belongs to no layer: embeddings, the last norm, and lm_head unless it is the embeddings over again."""
+    made = {n: t for n, t in tensors.items() if (kept := _KEPT.fullmatch(n)) and kept[1] is None}
+    tied = config.get("tie_word_embeddings", False)
+    _refuse_missing(["model.embed_tokens.weight", "model.norm.weight", *([] if tied else ["lm_head.weight"])], made)
+    return made
 
 
 def _layer(index: int, config: dict[str, Any], tensors: Tensors, groups: dict[int, int]) -> Tensors:
@@ -190,7 +204,11 @@ def _layer(index: int, config: dict[str, Any], tensors: Tensors, groups: dict[in
             made |= {f"{part}.{n}": t[rows].contiguous() for n, t in zip(W4A8Weight._fields, weight, strict=True)}
             if bias is not None:
                 made[f"{part}.bias"] = bias[rows].contiguous()
-    _refuse_missing(index, made)
+    layer = f"model.layers.{index}"
+    names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    wanted = [f"{layer}.{name}.qweight" for name in names]
+    wanted += [f"{layer}.{name}_layernorm.weight" for name in ("input", "post_attention")]
+    _refuse_missing(wanted, made)
     return made
 
 
@@ -214,11 +232,7 @@ def _parts(name: str, rows: int, config: dict[str, Any]) -> dict[str, slice]:
     }
 
 
-def _refuse_missing(index: int, made: Tensors) -> None:
-    layer = f"model.layers.{index}"
-    linears = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    wanted = [f"{layer}.{name}.qweight" for name in linears]
-    wanted += [f"{layer}.{name}_layernorm.weight" for name in ("input", "post_attention")]
+def _refuse_missing(wanted: list[str], made: Tensors) -> None:
     for name in wanted:
         if name not in made:
             raise UsageError(f"the checkpoint has nothing for {name}; it is incomplete, get it again")

@@ -16,7 +16,7 @@ from kvcompile.tools.quantize_search import channel_scale, encode, group_paramet
 
 DAMPING = 0.01  # of the mean diagonal of H, added to the diagonal
 SWEEPS = 2  # rounds of coordinate descent after GPTQ's single pass
-_BLOCK = 128  # columns between two updates of all the columns that follow
+_BLOCK = 64  # columns between two updates of all the columns that follow
 
 
 def solve(
@@ -32,13 +32,14 @@ def solve(
     weight = weight.detach().float()
     hessian = _damped(hessian, damping)
     scale = channel_scale(weight, group_size, hessian.diagonal())
-    units = weight / scale[:, None]
+    units = (weight / scale[:, None]).T.contiguous()
     codes, s2, z = _pass(units.clone(), _inverse_root(hessian), group_size)
-    step, zero = (part.repeat_interleave(group_size, 1) for part in (s2, z))
+    step, zero = (part.repeat_interleave(group_size, 0) for part in (s2, z))
     for _ in range(sweeps):
         _sweep(units, codes, step, zero, hessian)
-    scale = _refit(weight, (codes - zero) * step, hessian, scale)
-    return W4A8Weight(pack_codes(codes.to(torch.uint8)), s2.to(torch.uint8), z.to(torch.uint8), scale)
+    scale = _refit(weight, ((codes - zero) * step).T, hessian, scale)
+    codes, s2, z = (part.T.to(torch.uint8).contiguous() for part in (codes, s2, z))
+    return W4A8Weight(pack_codes(codes), s2, z, scale)
 
 
 def _damped(hessian: Tensor, damping: float) -> Tensor:
@@ -58,44 +59,45 @@ def _inverse_root(hessian: Tensor) -> Tensor:
 
 
 def _pass(units: Tensor, root: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ's pass over the columns of `units`, which it uses up. Codes [N, K], s2 and z [N, G], all float."""
-    columns = units.shape[1]
+    """GPTQ's pass over the columns of the weight in units, [K, N]: a column is a row here, and lies in one piece.
+
+    Uses `units` up. Codes [K, N], s2 and z [G, N], all float.
+    """
+    columns = len(units)
     codes = torch.empty_like(units)
-    s2, z = (units.new_empty(len(units), columns // group_size) for _ in range(2))
-    importance = root.diagonal().square().reciprocal()
+    s2, z = (units.new_empty(columns // group_size, units.shape[1]) for _ in range(2))
+    importance = root.diagonal().square().reciprocal()[:, None]
     block = math.gcd(_BLOCK, group_size)
     for start in range(0, columns, block):
-        end = min(start + block, columns)
-        group = start // group_size
+        end, group = start + block, start // group_size
         if start % group_size == 0:
             whole = slice(start, start + group_size)
-            s2[:, group], z[:, group] = group_parameters(units[:, whole].T.contiguous(), importance[whole, None])
-        step, zero = s2[:, group], z[:, group]
-        errors = units.new_empty(len(units), end - start)
+            s2[group], z[group] = group_parameters(units[whole], importance[whole])
+        errors = units.new_empty(block, units.shape[1])
         for column in range(start, end):
-            code = encode(units[:, column], step, zero)
-            error = (units[:, column] - (code - zero) * step) / root[column, column]
-            units[:, column:end].addr_(error, root[column, column:end], alpha=-1)
-            codes[:, column], errors[:, column - start] = code, error
-        units[:, end:].addmm_(errors, root[start:end, end:], alpha=-1)
+            code = encode(units[column], s2[group], z[group])
+            error = (units[column] - (code - z[group]) * s2[group]) / root[column, column]
+            units[column:end].addr_(root[column, column:end], error, alpha=-1)
+            codes[column], errors[column - start] = code, error
+        units[end:].addmm_(root[start:end, end:].T, errors, alpha=-1)
     return codes, s2, z
 
 
 def _sweep(units: Tensor, codes: Tensor, step: Tensor, zero: Tensor, hessian: Tensor) -> None:
-    """Set each code, in place, to the best one while all others stay: column by column, all rows at once."""
-    gradient = (units - (codes - zero) * step) @ hessian
-    columns = units.shape[1]
+    """Set each code, in place, to the best one while all others stay: column by column. All are [K, N]."""
+    gradient = hessian @ (units - (codes - zero) * step)
+    columns = len(units)
     for start in range(0, columns, _BLOCK):
         end = min(start + _BLOCK, columns)
-        moves = units.new_empty(len(units), end - start)
+        moves = units.new_empty(end - start, units.shape[1])
         for column in range(start, end):
-            s2, z = step[:, column], zero[:, column]
-            now = (codes[:, column] - z) * s2
-            code = encode(now + gradient[:, column] / hessian[column, column], s2, z)
+            s2, z = step[column], zero[column]
+            now = (codes[column] - z) * s2
+            code = encode(now + gradient[column] / hessian[column, column], s2, z)
             move = (code - z) * s2 - now
-            gradient[:, column:end].addr_(move, hessian[column, column:end], alpha=-1)
-            codes[:, column], moves[:, column - start] = code, move
-        gradient[:, end:].addmm_(moves, hessian[start:end, end:], alpha=-1)
+            gradient[column:end].addr_(hessian[column, column:end], move, alpha=-1)
+            codes[column], moves[column - start] = code, move
+        gradient[end:].addmm_(hessian[start:end, end:].T, moves, alpha=-1)
 
 
 def _refit(weight: Tensor, units: Tensor, hessian: Tensor, scale: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ Only the hidden states of all windows and the weights of one layer are ever in m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from kvcompile.config import UsageError
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUT = "self_attn.o_proj"
@@ -25,21 +27,43 @@ Read = Callable[[str], Tensor]
 
 
 class LayerwiseModel:
-    """The decoder of the checkpoint folder `path`, whose tensors `read(name)` returns."""
+    """The decoder of the checkpoint folder `path`, whose tensors `read(name)` returns.
+
+    Raises UsageError for a config.json that transformers makes no model of.
+    """
 
     def __init__(self, path: Path, read: Read, names: frozenset[str]) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        config.dtype = torch.float32
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        # Whatever goes wrong in there is the config's doing: no file but config.json is read.
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config.dtype = torch.float32
+            with torch.device("meta"):
+                self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            # Its frequencies are computed, not loaded, and are therefore of no use on the meta device.
+            self._rotary = type(self._model.model.rotary_emb)(config=config)
+        except Exception as error:
+            shown = " ".join(str(error).split()) or type(error).__name__
+            raise UsageError(f"{path / 'config.json'}: transformers makes no model of it ({shown}); correct it") from error
         self._model.eval().requires_grad_(False)
-        # Its frequencies are computed, not loaded, and are therefore of no use on the meta device.
-        self._rotary = type(self._model.model.rotary_emb)(config=config)
+        self._path = path
         self._read = read
         self._head = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
         self.layers = len(self._model.model.layers)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UsageError, naming the tensor, unless `shapes` (of a checkpoint, by name) fit what config.json says."""
+        wanted = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+        if "lm_head.weight" not in shapes:
+            wanted.pop("lm_head.weight", None)  # the embedding serves as the head
+        biases = {f"model.layers.{i}.{part}.bias" for i in range(self.layers) for part in LINEARS}
+        for name in sorted(wanted.keys() | biases & shapes.keys()):
+            if shapes.get(name) != wanted.get(name):
+                given, asked = (list(at[name]) if name in at else "none" for at in (shapes, wanted))
+                raise UsageError(
+                    f"{self._path}: tensor {name} has shape {given}, by config.json it has {asked}; correct config.json"
+                )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states [windows, tokens, hidden] of token ids [windows, tokens]."""

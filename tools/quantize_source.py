@@ -52,6 +52,9 @@ class TensorFiles:
         """Dtype, as safetensors writes it, and shape of a tensor."""
         return self.shards[self._file_of[name]][name]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.kind(name)[1] for name in self._file_of}
+
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored."""
         with self._open(self._file_of[name]) as handle:

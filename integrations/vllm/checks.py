@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
-from kvcompile.integrations.vllm.linear_config import W4A8Config
+from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.ops.kv8 import HEAD_SIZES
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -113,7 +113,7 @@ def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_line
     if model.quantization != W4A8_QUANTIZATION:
         return
     if args.enable_lora:
-        raise UsageError("--enable-lora does not work with W4A8 weights; remove it, or serve an unquantised checkpoint")
+        raise UsageError(NO_LORA)
     described = getattr(model.hf_config, "quantization_config", None)
     if not with_linear:
         raise UsageError(
@@ -128,8 +128,10 @@ def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_line
     config = W4A8Config() if described is None else W4A8Config.from_config(described)
     text, ranks = model.hf_text_config, args.tensor_parallel_size
     heads = model.model_arch_config.total_num_attention_heads * model.get_head_size()
-    for name, width in (("o_proj", heads), ("down_proj", text.intermediate_size)):
-        if width % ranks == 0:  # otherwise vLLM refuses the number of ranks itself
+    for block, name, width in (("self_attn", "o_proj", heads), ("mlp", "down_proj", text.intermediate_size)):
+        # A checkpoint has no group size for a width that only skipped layers have.
+        quantised = not all(config.skips(f"model.layers.{i}.{block}.{name}") for i in range(text.num_hidden_layers))
+        if quantised and width % ranks == 0:  # otherwise vLLM refuses the number of ranks itself
             config.group_on_rank(name, width, ranks)
 
 

@@ -51,7 +51,7 @@ class KVCompilePass(InductorPass):
             "kvcompile passes: graph %d, %d nodes: %s",
             self.pipeline.graphs_seen,
             nodes,
-            ", ".join(f"{r.name} {r.matched} of {r.candidates}" for r in results) or "no pass in this version",
+            ", ".join(f"{r.name} {r.matched} of {r.candidates}" for r in results) or "all passes are switched off",
         )
 
     def uuid(self) -> str:

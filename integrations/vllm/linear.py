@@ -59,6 +59,7 @@ class _W4A8Linear(LinearMethodBase):
         """Register the parameters to load. Raises UsageError if a group would straddle two ranks."""
         ranks = input_size // input_size_per_partition
         self.group_size = self.config.group_on_rank(self.prefix, input_size, ranks)
+        self.columns, self.dtype = input_size_per_partition, params_dtype
         self.made_up = get_current_vllm_config().load_config.load_format == "dummy"
         parts = self.config.packed_modules_mapping.get(self.prefix.rpartition(".")[2], ())
         self.arrivals = Arrivals(self.prefix, parts, len(output_partition_sizes))
@@ -75,6 +76,7 @@ class _W4A8Linear(LinearMethodBase):
             packed = self._packed(layer)
         except ValueError as error:
             raise UsageError(f"layer {self.prefix}: {error}; the checkpoint is damaged, make it anew") from None
+        _make_ready(packed, self.columns, self.dtype)
         for name, tensor in zip(("tiles", "group_params", "channel_scales"), packed, strict=True):
             layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         setattr(layer, _DONE, True)
@@ -157,7 +159,8 @@ class W4A8LinearMethod(_W4A8Linear):
 class W4A8OnlineLinearMethod(_W4A8Linear):
     """A linear of an unquantised checkpoint, rounded to W4A8 as soon as its weight is complete.
 
-    vLLM holds such a weight on no device until then, so that one layer at a time is there in full.
+    vLLM holds such a weight on no device until then, so that one layer at a time is there in full. Each rank rounds
+    what it has, so results depend on the number of ranks (`W4A8Config`).
     """
 
     uses_meta_device = True
@@ -198,6 +201,20 @@ def _pack_by_rows(count: int, columns: int, rows_of: Callable[[slice], W4A8Weigh
         except ValueError as error:
             raise ValueError(f"in rows {start} to {min(start + step, count) - 1}: {error}") from None
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def _make_ready(packed: Packed, columns: int, dtype: torch.dtype) -> None:
+    """What a packed weight `columns` wide needs on a GPU before its first product, with a result of `dtype`."""
+    tiles, group_params, channel_scales = packed
+    device = tiles.device
+    if device.type != "cuda":
+        return
+    # Kernels may fetch weights while the kernel in front of them on the stream still runs: it must not be the one that
+    # writes them.
+    torch.cuda.current_stream(device).synchronize()
+    from kvcompile.ops.w4a8.cuda import prepare  # not at the top: for a GPU only
+
+    prepare(device, channel_scales.shape[0], columns, group_params.shape[1], dtype)
 
 
 def _make_up(weight: W4A8Weight) -> None:

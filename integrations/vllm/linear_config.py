@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
@@ -18,6 +20,10 @@ FORMAT = 1
 ONLINE_GROUP = 128  # channels a group where the weights are quantised while they load; smaller where it does not divide
 CHANNEL = "channel"  # one group as wide as the layer
 
+NO_LORA = "--enable-lora does not work with W4A8 weights; remove it, or serve an unquantised checkpoint"
+
+logger = init_logger("vllm.kvcompile")
+
 _KEYS = ("quant_method", "format", "group_size", "group_sizes", "method", "modules_to_not_convert")
 _ACTIVATION_WORDS = ("activation", "input", "act_")
 _ANEW = "quantise it anew with `kvcompile quantize`"
@@ -28,6 +34,10 @@ class W4A8Config(QuantizationConfig):
 
     `group_sizes`: input width of a layer -> channels a group, as the checkpoint has them; None where the checkpoint is
     not quantised and its weights are while they load. `skipped`: full names of linears that are left as they are.
+
+    Weights that are quantised while they load depend on the number of tensor-parallel ranks: of a linear that is cut
+    along its input (o_proj, down_proj) each rank rounds its own share, with row scales of its own and groups that fit
+    the share. A W4A8 checkpoint is the same on any number of ranks.
     """
 
     def __init__(self, group_sizes: Mapping[int, int] | None = None, skipped: tuple[str, ...] = ()) -> None:
@@ -78,12 +88,15 @@ class W4A8Config(QuantizationConfig):
         return cls(dict(_group_size(width, group) for width, group in sizes.items()), tuple(skipped))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """None for what is no linear (attention, embeddings, lm_head): vLLM then keeps its own method."""
+        """None for what is no linear (attention, embeddings, lm_head): vLLM then keeps its own method.
+
+        Raises UsageError for the experts of a mixture, and for LoRA.
+        """
         # Not at the top: a process that only builds a configuration has no use for vLLM's layers.
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
+        from kvcompile.integrations.vllm import linear_complete
         from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
 
         if isinstance(layer, RoutedExperts):
@@ -93,9 +106,18 @@ class W4A8Config(QuantizationConfig):
             )
         if not isinstance(layer, LinearBase):
             return None
-        if is_layer_skipped(prefix, self.skipped, self.packed_modules_mapping):
+        if get_current_vllm_config().lora_config is not None:  # the preset has refused it before; not everyone uses it
+            raise UsageError(NO_LORA)
+        linear_complete.install()
+        if self.skips(prefix):
             return UnquantizedLinearMethod()
         return (W4A8OnlineLinearMethod if self.group_sizes is None else W4A8LinearMethod)(self, prefix)
+
+    def skips(self, prefix: str) -> bool:
+        """Whether the checkpoint leaves the linear of that full name as it was."""
+        from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+        return is_layer_skipped(prefix, self.skipped, self.packed_modules_mapping)
 
     def group_on_rank(self, layer: str, width: int, ranks: int) -> int:
         """Channels a group in the `width` / `ranks` input channels that one rank has of a layer `width` wide.
@@ -104,6 +126,12 @@ class W4A8Config(QuantizationConfig):
         """
         own = width // ranks
         if self.group_sizes is None:
+            if ranks > 1:
+                logger.info_once(
+                    "W4A8, quantised while loading: each of %d ranks rounds its own share of o_proj and down_proj; "
+                    "results depend on --tensor-parallel-size",
+                    ranks,
+                )
             try:
                 return legal_group(own, ONLINE_GROUP)  # each rank quantises its own shard: nothing can straddle
             except ValueError as error:

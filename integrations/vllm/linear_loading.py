@@ -17,6 +17,15 @@ from kvcompile.config import UsageError
 
 _POSITION = {"q": 0, "k": 1, "v": 2}  # vLLM's names of the parts of a qkv linear; those of others are numbers
 
+_NAMED = 3  # of the missing tensors, in a message
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Raise UsageError if there are `names`, of tensors that the checkpoint should have."""
+    if names:
+        some = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        raise UsageError(f"the checkpoint has no tensor {some}; it is incomplete, quantise or copy it anew")
+
 
 class Arrivals:
     """The tensors of one linear layer, which vLLM may have merged from several of the checkpoint.
@@ -53,15 +62,19 @@ class Arrivals:
         return MethodType(load, weight_loader.__self__)
 
     def refuse_missing(self) -> None:
-        """Raise UsageError naming the first tensor that should have come and did not. Counting then starts again."""
-        for name, seen in self._seen.items():
-            for position in range(self._count):
-                if position not in seen:
-                    raise UsageError(
-                        f"the checkpoint has no tensor {self._name(position)}.{name}; it is incomplete, quantise or "
-                        "copy it anew"
-                    )
+        """Raise UsageError naming the first tensors that should have come and did not. Counting then starts again."""
+        refuse_missing(self.missing())
+        for seen in self._seen.values():
             seen.clear()
+
+    def missing(self) -> list[str]:
+        """Full names, in the checkpoint, of the tensors that have not come yet."""
+        return [
+            f"{self._name(position)}.{name}"
+            for name, seen in self._seen.items()
+            for position in range(self._count)
+            if position not in seen
+        ]
 
     def _refuse_other(
         self, name: str, shard: Any, given: torch.Tensor, dtype: torch.dtype | None, columns: int | None

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from kvcompile import __version__
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
-from kvcompile.presets import MODULES
+from kvcompile.presets import MODULES, NAME, PASS_NAMES
 
 
 def startup_line(config: VllmConfig, notes: Mapping[str, str]) -> str:
@@ -35,11 +35,14 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
     """`why_not` less what is no obstacle: what `strict` refuses where the user has not switched the part off.
 
     Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
-    way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse.
+    way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse. Nor has it
+    where every pass is switched off.
     """
     off = why_not(config, notes)
     if config.model_config.quantization != W4A8_QUANTIZATION:
         off.pop("linear", None)
+    if not _switched_on(config):
+        off.pop("passes", None)
     return off
 
 
@@ -60,7 +63,16 @@ def _passes(config: VllmConfig) -> tuple[str, str | None]:
         return "", "TORCHDYNAMO_DISABLE is set: nothing is compiled"
     if backend != "inductor":
         return "", f"compilation backend {backend} runs no passes"
-    return "pipeline in VLLM_COMPILE, no pass in this version", None
+    on = _switched_on(config)
+    if not on:
+        return "", "every pass is switched off"
+    nothing = "" if config.model_config.quantization == W4A8_QUANTIZATION else ", without W4A8 linears nothing to fuse"
+    return f"{' and '.join(on)} in VLLM_COMPILE{nothing}", None
+
+
+def _switched_on(config: VllmConfig) -> list[str]:
+    """Names of the passes that the configuration leaves on, in order."""
+    return [name for name in PASS_NAMES if config.additional_config[NAME]["passes"][name]]
 
 
 def _linear(config: VllmConfig) -> tuple[str, str | None]:

@@ -32,18 +32,21 @@ def test_any_other_option_of_a_part_that_is_not_there_is_refused() -> None:
 
 
 def test_asking_for_a_pass_that_is_not_there_is_refused_and_switching_it_off_is_not() -> None:
-    refuse_unavailable(resolve(overrides={"passes": {"norm_quant": False}}, environ={}))
-    with pytest.raises(UsageError, match=r"^passes\.norm_quant \(from .*no such pass \(it has: none\)"):
-        refuse_unavailable(resolve(overrides={"passes": {"norm_quant": True}}, environ={}))
+    refuse_unavailable(resolve(overrides={"passes": {"attention_swap": False}}, environ={}))
+    has = r"no such pass \(it has: norm_quant, swiglu_quant\)"
+    with pytest.raises(UsageError, match=rf"^passes\.attention_swap \(from .*{has}"):
+        refuse_unavailable(resolve(overrides={"passes": {"attention_swap": True}}, environ={}))
 
 
 def test_defaults_and_options_of_parts_that_are_there_pass() -> None:
     refuse_unavailable(resolve(environ={}))
     refuse_unavailable(resolve(overrides={"kv8": {"enabled": True}, "strict": True}, environ={}))
+    refuse_unavailable(resolve(overrides={"passes": {"norm_quant": True, "swiglu_quant": False}}, environ={}))
 
 
 def test_only_options_of_parts_that_are_there_are_in_this_version() -> None:
     assert in_this_version("kv8.enabled")
     assert in_this_version("strict")
     assert not in_this_version("prune.keep_ratio")
-    assert not in_this_version("passes.norm_quant")
+    assert in_this_version("passes.norm_quant") and in_this_version("passes.swiglu_quant")
+    assert not in_this_version("passes.attention_swap")

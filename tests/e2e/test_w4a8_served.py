@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,14 @@ SERVE = """
         gc.collect()
         cleanup_dist_env_and_memory()
 """
-OPERATORS = ("kvcompile::quant_per_token", "kvcompile::w4a8_linear")
+# Calls per step of the model: what quantises the inputs of qkv and gate_up, of down, and of o_proj.
+FUSED = {
+    "kvcompile::rms_norm_quant": 1,  # the first layer has no residual yet
+    "kvcompile::fused_add_rms_norm_quant": 2 * LAYERS - 1,
+    "kvcompile::silu_mul_quant": LAYERS,
+    "kvcompile::quant_per_token": LAYERS,
+}
+UNFUSED = {"kvcompile::quant_per_token": QKV_GATE_UP_O_DOWN * LAYERS}
 
 
 @dataclass(frozen=True)
@@ -124,21 +132,33 @@ def served(plain: Path, quantised: Path, compile_caches: dict[str, str]) -> Run:
     return Run({name: Answers(**line) for name, line in zip(engines, lines, strict=True)}, torch.load(traffic), log)
 
 
-def _assert_w4a8_ran(answers: Answers) -> None:
-    """Each step calls both operators once per linear: all linears were counted, and none ran in another way."""
-    assert answers.calls.keys() >= set(OPERATORS)
+def _assert_w4a8_ran(answers: Answers, quantisers: dict[str, int]) -> None:
+    """Each step calls every linear's operator once and `quantisers` as often as it says, and nothing else of ours."""
     steps, rest = divmod(answers.calls["kvcompile::w4a8_linear"], LAYERS * QKV_GATE_UP_O_DOWN)
     assert (steps >= 6, rest) == (True, 0)
-    assert answers.calls["kvcompile::quant_per_token"] == answers.calls["kvcompile::w4a8_linear"]
+    per_step = {**quantisers, "kvcompile::w4a8_linear": LAYERS * QKV_GATE_UP_O_DOWN}
+    ours = {name: count for name, count in answers.calls.items() if "kv8" not in name}
+    assert ours == {name: count * steps for name, count in per_step.items()}
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_compiled_linears_call_the_w4a8_operators(served: Run) -> None:
     assert served.engines["compiled"].mode == "VLLM_COMPILE"
-    _assert_w4a8_ran(served.engines["compiled"])
-    assert "active: passes (pipeline in VLLM_COMPILE, " in served.log
+    _assert_w4a8_ran(served.engines["compiled"], FUSED)
+    assert "active: passes (norm_quant and swiglu_quant in VLLM_COMPILE), " in served.log
     assert "linear (W4A8 checkpoint, group size 128 and 64, torch CPU operators)" in served.log
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_every_norm_and_swiglu_in_front_of_a_linear_is_fused_with_its_quantiser(served: Run) -> None:
+    # Graphs to the first attention, between two, and from the last; the final norm has no quantiser behind it.
+    assert re.findall(r"kvcompile passes: graph (\d), \d+ nodes: (.*)", served.log) == [
+        ("1", "norm_quant 1 of 1, swiglu_quant 0 of 0"),
+        ("2", "norm_quant 2 of 2, swiglu_quant 1 of 1"),
+        ("3", "norm_quant 1 of 1, swiglu_quant 1 of 1"),
+    ]
 
 
 @pytest.mark.e2e
@@ -185,14 +205,14 @@ def test_weights_are_held_once_whichever_way_they_came(served: Run) -> None:
 @pytest.mark.timeout(600)
 def test_without_the_preset_the_checkpoint_answers_the_same(served: Run) -> None:
     compiled, eager = served.engines["compiled"], served.engines["eager"]
-    _assert_w4a8_ran(eager)
+    _assert_w4a8_ran(eager, UNFUSED)
     assert [tokens for tokens, _ in eager.answers] == [tokens for tokens, _ in compiled.answers]
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_quantising_while_loading_is_the_rounded_checkpoint(served: Run) -> None:
-    _assert_w4a8_ran(served.engines["online"])
+    _assert_w4a8_ran(served.engines["online"], UNFUSED)
     assert served.engines["online"].answers == served.engines["eager"].answers
 
 
@@ -202,7 +222,7 @@ def test_quantising_while_loading_works_with_the_preset_and_its_int8_cache(serve
     online, preset = served.engines["online"], served.engines["online, preset"]
     assert (online.cache, preset.cache) == ("auto", "int8_per_token_head")
     assert "linear (W4A8, quantised while loading, torch CPU operators)" in served.log
-    _assert_w4a8_ran(preset)
+    _assert_w4a8_ran(preset, UNFUSED)
     prompt = len(preset.answers[2][0]) - 6
     ours, theirs = (torch.tensor(answers.answers[2][1][: prompt - 1]) for answers in (preset, online))
     assert (ours - theirs).abs().mean() < 0.1  # int8 keys and values; the unquantised model is four times as far

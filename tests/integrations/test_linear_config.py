@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
+from vllm.logger import _print_info_once
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
@@ -129,6 +130,25 @@ def test_a_width_that_the_checkpoint_does_not_list_is_refused_with_those_that_it
     )
 
 
+def test_lora_is_refused_without_the_preset_too():
+    config = VllmConfig()
+    config.lora_config = LoRAConfig(max_lora_rank=8)
+    with rank(0, 1, config), pytest.raises(UsageError, match=r"^--enable-lora does not work with W4A8 weights; "):
+        layer_of("down_proj", 256, [48], W4A8Config({256: 64}))
+
+
+@pytest.mark.parametrize(("sizes", "ranks", "lines"), [(None, 3, 1), (None, 1, 0), ({1536: 128}, 3, 0)])
+def test_results_that_depend_on_the_number_of_ranks_are_said_once(startup_lines, sizes, ranks, lines):
+    _print_info_once.cache_clear()
+    config = W4A8Config(sizes)
+    for name in ("o_proj", "down_proj"):
+        config.group_on_rank(name, 1536, ranks)
+    assert startup_lines == lines * [
+        "W4A8, quantised while loading: each of 3 ranks rounds its own share of o_proj and down_proj; results depend "
+        "on --tensor-parallel-size"
+    ]
+
+
 # --- vLLM's configuration -------------------------------------------------------------------------------------------
 
 
@@ -197,6 +217,20 @@ def test_a_group_that_straddles_ranks_is_one_line(refusal, checkpoint):
     assert line.startswith(
         "layer down_proj: groups of 128 do not divide the 192 input channels of one rank (384 over 2"
     )
+
+
+DOWN = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
+
+
+def test_a_width_that_only_skipped_layers_have_needs_no_group_size(build, checkpoint):
+    described = {**QUANTISED, "group_sizes": {"128": 128}, "modules_to_not_convert": ["lm_head", *DOWN]}
+    assert build(model=checkpoint(quantization_config=described)).quant_config.group_sizes == {128: 128}
+
+
+def test_a_width_that_some_layers_still_have_needs_a_group_size(refusal, checkpoint):
+    described = {**QUANTISED, "group_sizes": {"128": 128}, "modules_to_not_convert": ["lm_head", DOWN[0]]}
+    line = refusal(model=checkpoint(quantization_config=described))
+    assert line.startswith("layer down_proj: quantization_config has no group size for an input width of 256, only for")
 
 
 def test_switching_linear_off_under_a_w4a8_checkpoint_is_refused_with_advice(refusal, quantised):

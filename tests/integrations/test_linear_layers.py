@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
 from kvcompile.config import UsageError
-from kvcompile.ops.w4a8 import W4A8Weight, unpack
+from kvcompile.integrations.vllm import linear
+from kvcompile.ops.w4a8 import W4A8Weight, cuda, pack, unpack
 from tests.integrations.w4a8_layers import (
     HEAD,
     checkpoint_of,
@@ -161,6 +163,31 @@ def test_a_large_layer_is_packed_in_pieces_with_the_same_result(monkeypatch):
     assert torch.equal(pieces.tiles, whole.tiles)
     assert torch.equal(pieces.group_params, whole.group_params)
     assert torch.equal(pieces.channel_scales, whole.channel_scales)
+
+
+@pytest.mark.parametrize(("name", "ranks", "groups"), [("qkv_proj", 1, 2), ("down_proj", 2, 2)])
+def test_a_layer_is_made_ready_once_after_its_last_piece(monkeypatch, name, ranks, groups):
+    done: list[object] = []
+    monkeypatch.setattr(linear, "_ELEMENTS_AT_ONCE", 16 * 256)
+    monkeypatch.setattr(linear, "pack", lambda weight: done.append("pack") or pack(weight))
+    monkeypatch.setattr(linear, "_make_ready", lambda packed, *rest: done.append(([t.shape for t in packed], *rest)))
+    layer, _ = _loaded(name, ranks - 1, ranks)
+    shapes = [p.shape for p in (layer.tiles, layer.group_params, layer.channel_scales)]
+    assert done[:-1] == ["pack"] * (len(done) - 1)
+    assert len(done) > 2
+    assert done[-1] == (shapes, 256, torch.bfloat16)
+    assert layer.group_params.shape[1] == groups
+
+
+def test_on_a_gpu_the_weight_is_waited_for_and_its_kernels_compiled(monkeypatch):
+    done: list[object] = []
+    device = torch.device("cuda", 1)
+    stream = SimpleNamespace(synchronize=lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: done.append(of) or stream)
+    monkeypatch.setattr(cuda, "prepare", lambda *given: done.append(given))
+    packed = [SimpleNamespace(device=device, shape=shape) for shape in ((5, 3, 512), (5, 3, 32), (72,))]
+    linear._make_ready(tuple(packed), 192, torch.float16)
+    assert done == [device, "synchronize", (device, 72, 192, 3, torch.float16)]
 
 
 def test_processing_twice_changes_nothing():

@@ -15,7 +15,7 @@ from kvcompile.presets import MODULES, compilation_config
 
 VERSION = f"kvcompile {kvcompile.__version__}: "
 KV8 = "kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators)"
-PASSES = "passes (pipeline in VLLM_COMPILE, no pass in this version)"
+PASSES = "passes (norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse)"
 MISSING = ", ".join(f"{part} (not in this version)" for part in ("prune", "scheduler", "offload"))
 MISSING = f"linear (the checkpoint is not quantised), {MISSING}"
 
@@ -35,6 +35,10 @@ PASSES_OFF: dict[str, tuple[dict[str, Any], str]] = {
     "own pass": (
         {"compilation_config": {"inductor_compile_config": {PASS_KEY: None}}},
         "post_grad_custom_post_pass given",
+    ),
+    "switches": (
+        {"additional_config": {"kvcompile": {"passes": {"norm_quant": False, "swiglu_quant": False}, "strict": True}}},
+        "every pass is switched off",
     ),
 }
 
@@ -75,6 +79,11 @@ def test_the_line_says_why_the_cache_is_vllms_own(line, fields, why):
 @pytest.mark.parametrize(("fields", "why"), PASSES_OFF.values(), ids=PASSES_OFF)
 def test_the_line_says_why_no_pass_runs(line, fields, why):
     assert line(**fields) == f"{VERSION}active: {KV8}; not active: passes ({why}), {MISSING}"
+
+
+def test_the_line_names_the_passes_that_are_on(line):
+    said = line(additional_config={"kvcompile": {"passes.norm_quant": False}})
+    assert "passes (swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse)" in said
 
 
 def test_with_everything_off_the_line_says_that_nothing_is_active(line):

@@ -108,6 +108,6 @@ def expected(
 ) -> torch.Tensor:
     """The product with int8 activations, one scale per token, in x's dtype; the sum is exact in float64."""
     largest = x.float().abs().amax(-1, keepdim=True)
-    x_q = (x.float() * (127 / largest)).round()
+    x_q = (x.float() * (127 / largest.double()).float()).round()  # in fp32, torch would round 1 / largest first
     y = (x_q.double() @ int8.double().t()).float() * (largest / 127) * channel_scales
     return (y if bias is None else y + bias.float()).to(x.dtype)

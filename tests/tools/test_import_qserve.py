@@ -193,13 +193,44 @@ def test_a_tensor_that_could_change_results_is_refused_by_its_name(folder, publi
     [
         ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj.qweight"),
         ("model.layers.1.input_layernorm", "model.layers.1.input_layernorm.weight"),
+        ("model.embed_tokens", "model.embed_tokens.weight"),
+        ("model.norm", "model.norm.weight"),
+        ("lm_head", "lm_head.weight"),
     ],
 )
-def test_a_layer_that_lacks_something_is_refused(folder, published, tmp_path, capsys, name, wanted):
+def test_a_checkpoint_that_lacks_something_is_refused(folder, published, tmp_path, capsys, name, wanted):
     tensors = {key: value for key, value in published.items() if not key.startswith(f"{name}.")}
     line = _refused(capsys, folder(tensors), tmp_path / "out")
     assert line == f"the checkpoint has nothing for {wanted}; it is incomplete, get it again"
     assert not (tmp_path / "out").exists()
+
+
+def test_tied_embeddings_need_no_head(folder, published, tmp_path):
+    tensors = {name: tensor for name, tensor in published.items() if name != "lm_head.weight"}
+    source = folder(tensors, tie_word_embeddings=True)
+    assert main(["import-qserve", str(source), str(tmp_path / "out")]) == 0
+    assert "lm_head.weight" not in _loaded(tmp_path / "out")[0]
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.qweight", "model.layers.10.input_layernorm.weight"])
+def test_a_layer_more_than_the_configuration_has_is_refused(folder, published, tmp_path, capsys, name):
+    source = folder({**published, name: torch.ones(HIDDEN)})
+    assert _refused(capsys, source, tmp_path / "out") == (
+        f"SRC {source}: tensor {name} is of layer {name.split('.')[2]}; by config.json num_hidden_layers is 2, so that "
+        "the last one is 1; the two do not belong together, get the checkpoint again"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias"]
+)
+def test_a_kept_tensor_of_another_dtype_is_refused(folder, published, tmp_path, capsys, name, dtype):
+    source = folder({**published, name: torch.ones(HIDDEN, dtype=dtype)})
+    assert _refused(capsys, source, tmp_path / "out") == (
+        f"SRC {source}: tensor {name} is {dtype}; allowed are torch.float16, torch.bfloat16, torch.float32; quantise "
+        "the original model with `kvcompile quantize` instead"
+    )
 
 
 def test_a_weight_that_is_not_exact_here_is_refused_with_its_layer(folder, published, tmp_path, capsys):

@@ -199,6 +199,33 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_calibrated(tmp_path, capsys)
     assert "the tokenizer of" in err and "cannot be loaded" in err
 
 
+def _biased(state, name):
+    state[f"{_LINEAR}.bias"] = torch.zeros(sources.MLP)
+
+
+def _without_norm(state, name):
+    del state["model.layers.1.input_layernorm.weight"]
+
+
+@pytest.mark.parametrize("flag", ["--calibration", "--perplexity"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_config(intermediate_size=256), "model.layers.0.mlp.down_proj.weight has shape [128, 192], by config.json it"),
+        (_config(head_dim=32), "model.layers.0.self_attn.k_proj.weight has shape [64, 128], by config.json it has [32,"),
+        (_config(num_hidden_layers=1, vocab_size=300), "model.embed_tokens.weight has shape [256, 128], by config.json"),
+        (_config(hidden_size="wide"), "config.json: transformers makes no model of it"),
+        (_config(num_attention_heads=0, head_dim=None), "config.json: transformers makes no model of it"),
+        (_with(_changed("", _biased)), f"{_LINEAR}.bias has shape [192], by config.json it has none"),
+        (_with(_changed("", _without_norm)), "1.input_layernorm.weight has shape none, by config.json it has [128]"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_cannot_be_run(tmp_path, capsys, make, told, flag):
+    make(tmp_path / "s")
+    (tmp_path / "long.txt").write_text("long " * 200)
+    assert told in _refused(tmp_path, capsys, tmp_path / "s", tmp_path / "o", flag, tmp_path / "long.txt")
+
+
 def test_an_already_quantised_checkpoint_of_ours_is_refused(tmp_path, capsys):
     source = sources.write(tmp_path / "s")
     assert cli.main(["quantize", str(source), str(tmp_path / "o")]) == 0
