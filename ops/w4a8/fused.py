@@ -79,7 +79,8 @@ def group_steps(columns: int, groups: int) -> int:
 def fits_registers(tiling: Tiling, tokens: int, one_group: bool = True) -> bool:
     """Whether the threads of `tiling.blocks` blocks find the registers that the sums of so many tokens take.
 
-    one_group: whether a step is a group, which takes fewer. The needs are those that ptxas was seen to meet without spills, in steps; test_kernels_compile.py holds them to it.
+    one_group: whether a step is a group, which takes fewer. The needs are those that ptxas was seen to meet without
+    spills, in steps; test_kernels_compile.py holds them to it.
     """
     tiles = token_tiles(tokens, wgmma=tiling.wgmma)
     if tiling.wgmma:

@@ -1,0 +1,216 @@
+"""Loading a model with W4A8 linears: whatever the checkpoint lacks is named, be it quantised or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import linear_complete
+from kvcompile.ops.w4a8 import quantize
+
+HIDDEN, INTERMEDIATE, HEAD, VOCABULARY = 128, 192, 64, 512
+LINEARS = {
+    "self_attn.q_proj": (2 * HEAD, HIDDEN),
+    "self_attn.k_proj": (HEAD, HIDDEN),
+    "self_attn.v_proj": (HEAD, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, 2 * HEAD),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+Tensors = dict[str, torch.Tensor]
+Load = Callable[..., torch.nn.Module]
+
+
+def _tensors(config: dict[str, Any], skipped: list[str], *, quantised: bool) -> Tensors:
+    """What a checkpoint of two layers has by its configuration."""
+    architecture = config.get("architectures", [""])[0]
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = torch.randn(VOCABULARY, HIDDEN)
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{norm}.weight"] = torch.ones(HIDDEN)
+        if architecture == "Qwen3ForCausalLM":
+            tensors |= {f"{layer}.self_attn.{x}_norm.weight": torch.ones(HEAD) for x in "qk"}
+        for name, shape in LINEARS.items():
+            full, weight = f"{layer}.{name}", torch.randn(shape)
+            if quantised and full not in skipped:
+                tensors |= {f"{full}.{field}": t for field, t in quantize(weight, 64)._asdict().items()}
+            else:
+                tensors[f"{full}.weight"] = weight
+            if architecture == "Qwen2ForCausalLM" and name in (
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+            ):
+                tensors[f"{full}.bias"] = torch.ones(shape[0])
+    return {name: tensor.bfloat16() if tensor.dim() and _is_plain(name) else tensor for name, tensor in tensors.items()}
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith((".weight", ".bias"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The process group that a worker has, of this process alone."""
+    meeting = tmp_path_factory.mktemp("group") / "meeting"
+    parallel_state.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def load(checkpoint: Callable[..., Path], engine_args: Callable[..., EngineArgs]) -> Load:
+    """`load(lacking, **changes)`: the model, as a worker loads it, of a checkpoint without the tensors `lacking`."""
+
+    def load(
+        *lacking: str, skipped: tuple[str, ...] = (), quantised: bool = True, online: bool = False, **changes: Any
+    ) -> torch.nn.Module:
+        described = {
+            "quant_method": "kvcompile_w4a8",
+            "format": 1,
+            "group_size": 64,
+            "group_sizes": {"128": 64, "192": 64},
+            "method": "rtn",
+            "modules_to_not_convert": list(skipped),
+        }
+        changes = {"intermediate_size": INTERMEDIATE, **changes}
+        folder = checkpoint(**changes, **({"quantization_config": described} if quantised else {}))
+        tensors = _tensors(changes, list(skipped), quantised=quantised)
+        for name in lacking:
+            del tensors[name]
+        save_file(tensors, folder / "model.safetensors")
+        fields = {"quantization": "kvcompile_w4a8"} if online else {}
+        config = engine_args(model=folder, **fields).create_engine_config()
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+
+    return load
+
+
+def _refused(load: Load, *lacking: str, **changes: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(*lacking, **changes)
+    message = str(caught.value)
+    assert message.splitlines() == [message]
+    assert message.startswith("the checkpoint has no tensor ")
+    assert message.endswith("; it is incomplete, quantise or copy it anew")
+    return message.removeprefix("the checkpoint has no tensor ").partition(";")[0]
+
+
+DOWN = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+QKV = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
+ONLINE = {"quantised": False, "online": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"skipped": (*QKV, *DOWN)},
+        QWEN2,
+        {**QWEN3, "tie_word_embeddings": True},
+        ONLINE,
+        {**ONLINE, **QWEN2, "tie_word_embeddings": True},
+    ],
+)
+def test_a_complete_checkpoint_loads_and_nothing_stays_wrapped(load, changes):
+    model = load(**changes)
+    assert "load_weights" not in vars(model)
+    assert not any(hasattr(getattr(p, "weight_loader", None), "__wrapped__") for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", [{}, ONLINE])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.norm.weight", {}),
+        ("model.embed_tokens.weight", {}),
+        ("model.embed_tokens.weight", {"tie_word_embeddings": True}),
+        ("lm_head.weight", {}),
+        ("model.layers.1.post_attention_layernorm.weight", {}),
+        ("model.layers.0.self_attn.k_norm.weight", QWEN3),
+        ("model.layers.1.self_attn.k_proj.bias", QWEN2),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(load, name, changes, how):
+    assert _refused(load, name, **changes, **how) == name
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"])
+def test_a_linear_that_is_left_as_it_was_is_asked_for_too(load, name):
+    assert _refused(load, f"{name}.weight", skipped=(*QKV, *DOWN)) == f"{name}.weight"
+
+
+def test_the_first_of_many_are_named_in_the_order_of_the_model(load):
+    lacking = ["model.norm.weight", "lm_head.weight", *(f"{name}.bias" for name in QKV)]
+    assert _refused(load, *lacking, **QWEN2) == (
+        "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.k_proj.bias, "
+        "model.layers.0.self_attn.v_proj.bias and 2 more"
+    )
+
+
+def test_a_failed_load_leaves_nothing_wrapped():
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: Any) -> set[str]:
+            raise ValueError("damaged")
+
+    model = Model()
+    wrapped = linear_complete.refusing_incomplete(lambda self, model, config: model.load_weights(()))
+    with pytest.raises(ValueError, match="damaged"):
+        wrapped(None, model, SimpleNamespace(quantization="kvcompile_w4a8"))
+    assert "load_weights" not in vars(model)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_other_models_load_as_without_kvcompile(quantization):
+    class Model(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> set[str]:
+            return set()
+
+    seen: list[Any] = []
+    wrapped = linear_complete.refusing_incomplete(lambda *given: seen.extend(given))
+    model, config = Model(2, 2), SimpleNamespace(quantization=quantization)
+    wrapped("loader", model, config)
+    assert seen == ["loader", model, config]
+
+
+@pytest.mark.parametrize("loader", [DefaultModelLoader, RunaiModelStreamerLoader])
+def test_loaders_are_wrapped_once(loader):
+    linear_complete.install()
+    once = loader.load_weights
+    linear_complete.install()
+    assert loader.load_weights is once
+    assert not hasattr(once.__wrapped__, "_kvcompile_refuses_incomplete")
+
+
+def test_a_model_that_does_not_say_what_it_loaded_is_believed():
+    class Model(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> None:
+            return None
+
+    wrapped = linear_complete.refusing_incomplete(lambda self, model, config: model.load_weights(()))
+    wrapped(None, Model(2, 2), SimpleNamespace(quantization="kvcompile_w4a8"))
