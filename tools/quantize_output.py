@@ -1,7 +1,7 @@
 """Where `kvcompile quantize` writes: OUT.part, which a rerun continues, until one rename makes it OUT.
 
 OUT.part holds finished files only (each is written under another name and renamed), and a manifest that says what they
-were made from and with which arguments.
+were made from, with which arguments, and how large each of them is.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Workspace:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UsageError(f"{self.path} is in the way of a run that writes there; remove it")
         self.path.mkdir(exist_ok=True)
+        self._sizes: dict[str, int] = {}  # of the files written so far
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,9 +114,11 @@ class Workspace:
 
     def publish(self, drop: Iterable[str] = ()) -> None:
         """Rename OUT.part to OUT without the files `drop`. A run that is stopped in here has only this to do again."""
+        drop = list(drop)
+        self._sizes = {name: size for name, size in self._sizes.items() if name not in drop}
         self.finish(COMPLETE, [])
-        for file in [*(self.path / name for name in drop), *self.path.glob("*.tmp")]:
-            file.unlink(missing_ok=True)
+        for name in drop:
+            (self.path / name).unlink(missing_ok=True)
         os.fsync(self._lock)
         if os.path.lexists(self.out):  # rename(2) would replace an empty folder that has come up meanwhile
             raise UsageError(f"OUT {self.out} has come up meanwhile; remove it and run the same again to finish")
@@ -126,7 +129,7 @@ class Workspace:
         (self.out / MANIFEST).unlink()
 
     def _record(self) -> None:
-        self.write_json(MANIFEST, {"made_from": self._made_from, "steps": self.rows})
+        self.write_json(MANIFEST, {"made_from": self._made_from, "steps": self.rows, "sizes": self._sizes})
 
     def _continue(self) -> dict[str, list[dict[str, Any]]]:
         present = [file.name for file in self.path.iterdir()]
@@ -134,10 +137,10 @@ class Workspace:
             return {}
         try:
             manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            before, steps = manifest["made_from"], dict(manifest["steps"])
+            before, steps, sizes = manifest["made_from"], dict(manifest["steps"]), dict(manifest["sizes"])
         except (OSError, ValueError, KeyError, TypeError):
-            if all(name.endswith(".tmp") for name in present):
-                return {}  # killed before its first step was complete
+            if present == [f"{MANIFEST}.tmp"]:
+                return {}  # killed before it had written what it is
             raise UsageError(f"{self.path} is not of a run of kvcompile quantize; remove it") from None
         now = self._made_from
         different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -146,6 +149,11 @@ class Workspace:
                 f"{self.path} is of a run with {_difference(different[0], before, now)}; "
                 "give the same again to continue it, or remove the folder"
             )
+        for name, size in sizes.items():
+            path = self.path / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise UsageError(f"{path} is not what an earlier run left there; remove {self.path} and start again")
+        self._sizes = sizes
         return steps
 
     @contextmanager
@@ -155,6 +163,8 @@ class Workspace:
         yield path
         with path.open("rb") as file:
             os.fsync(file.fileno())
+        if name != MANIFEST:
+            self._sizes[name] = path.stat().st_size
         path.rename(self.path / name)
 
 

@@ -88,6 +88,8 @@ def _check(
 
 
 def _fake(x_q, x_scale, tiles, group_params, channel_scales, bias, out_dtype):  # type: ignore[no-untyped-def]
+    # Also what runs where one argument alone is on `meta`: an uninitialised result must not come of that.
+    _check(x_q, x_scale, tiles, group_params, channel_scales, bias, out_dtype)
     return x_q.new_empty((x_q.shape[0], channel_scales.shape[0]), dtype=out_dtype)
 
 

@@ -201,3 +201,35 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path, monkeypat
     assert cli.main(["quantize", str(source), str(tmp_path / "o")]) == 2
     assert "0 MiB free and 2 MiB are needed" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed"])
+def test_a_finished_file_that_is_not_as_it_was_left_is_not_built_upon(tmp_path, monkeypatch, capsys, damage):
+    source, out = sources.write(tmp_path / "s", shards=3), tmp_path / "o"
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        _stop_after(patch, 2)
+        cli.main(["quantize", str(source), str(out), "--method", "rtn"])
+    file = sorted((tmp_path / "o.part").glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(content[:100])
+    assert cli.main(["quantize", str(source), str(out), "--method", "rtn"]) == 2
+    assert f"{file} is not what an earlier run left there" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path, capsys):
+    source, part = sources.write(tmp_path / "s"), tmp_path / "o.part"
+    part.mkdir()
+    (part / "mine.tmp").write_text("mine")
+    assert cli.main(["quantize", str(source), str(tmp_path / "o"), "--method", "rtn"]) == 2
+    assert "is not of a run of kvcompile quantize" in capsys.readouterr().err
+    assert (part / "mine.tmp").read_text() == "mine"
+
+
+def test_a_side_file_that_ends_in_tmp_is_copied_too(tmp_path):
+    source = sources.write(tmp_path / "s")
+    (source / "notes.tmp").write_text("keep")
+    assert cli.main(["quantize", str(source), str(tmp_path / "o"), "--method", "rtn"]) == 0
+    assert (tmp_path / "o/notes.tmp").read_text() == "keep"

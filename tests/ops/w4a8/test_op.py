@@ -137,6 +137,8 @@ def test_it_compiles_with_a_dynamic_number_of_tokens() -> None:
         ({"channel_scales": torch.ones(24, dtype=torch.float16)}, "channel_scales is torch.float16"),
         ({"bias": torch.zeros(24)}, "bias is torch.float32"),
         ({"bias": torch.zeros(23, dtype=torch.bfloat16)}, r"bias is torch.bfloat16 \[23\]"),
+        ({"x_scale": torch.zeros(3, device="meta")}, "x_scale is on meta"),
+        ({"bias": torch.zeros(24, dtype=torch.bfloat16, device="meta")}, "bias is on meta"),
         ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
     ],
 )
