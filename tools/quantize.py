@@ -95,15 +95,15 @@ def _method(args: argparse.Namespace) -> str:
 def _texts(args: argparse.Namespace, source: Source) -> Texts:
     """Token ids of the texts that were given, which the model can run. transformers is imported only for these."""
     texts: Texts = {"calibration": None, "perplexity": None}
+    if args.calibration or args.perplexity:
+        from kvcompile.tools.quantize_model import LayerwiseModel
+
+        LayerwiseModel(source.path, source.read, source.names).check(source.shapes())
     for name, limit in (("calibration", args.calibration_tokens), ("perplexity", None)):
         if file := getattr(args, name):
             from kvcompile.tools.quantize_perplexity import tokens_of
 
             texts[name] = tokens_of(file, source.path, f"--{name}", limit)
-    if any(texts.values()):
-        from kvcompile.tools.quantize_model import LayerwiseModel
-
-        LayerwiseModel(source.path, source.read, source.names).check(source.shapes())
     return texts
 
 

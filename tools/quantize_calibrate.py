@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcompile.ops.w4a8 import W4A8Weight, dequantize
-from kvcompile.tools.quantize_gptq import solve
+from kvcompile.tools.quantize_gptq import damped, solve
 from kvcompile.tools.quantize_model import ATTENTION, ATTENTION_OUT, MLP, MLP_OUT, LayerwiseModel, batches, replace
-
-RIDGE = 0.05  # of the mean diagonal of the second moments: keeps the correction from fitting noise
 
 
 class Calibrated(NamedTuple):
@@ -113,9 +111,8 @@ class _Moments:
             seen = rounded(inputs[part].flatten(0, 1))
             self.hessian.addmm_(seen.T, seen)
             self._cross.addmm_(seen.T, exact[part].flatten(0, 1) - seen)
-        ridged = self.hessian.double()
-        ridged.diagonal().add_(RIDGE * ridged.diagonal().mean() + torch.finfo(torch.float32).tiny)
-        self._root = torch.linalg.cholesky(ridged)
+        # The damping of the rounding is the ridge that keeps the correction from fitting the text's peculiarities.
+        self._root = torch.linalg.cholesky(damped(self.hessian).double())
 
     def corrected(self, weight: Tensor) -> Tensor:
         """The float weight whose outputs on the inputs come closest to those of `weight`, [N, K], on the exact ones."""

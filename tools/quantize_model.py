@@ -58,7 +58,7 @@ class LayerwiseModel:
         if "lm_head.weight" not in shapes:
             wanted.pop("lm_head.weight", None)  # the embedding serves as the head
         biases = {f"model.layers.{i}.{part}.bias" for i in range(self.layers) for part in LINEARS}
-        for name in sorted(wanted.keys() | biases & shapes.keys()):
+        for name in sorted(wanted.keys() | (biases & shapes.keys())):
             if shapes.get(name) != wanted.get(name):
                 given, asked = (list(at[name]) if name in at else "none" for at in (shapes, wanted))
                 raise UsageError(

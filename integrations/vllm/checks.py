@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
+from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
@@ -24,6 +27,9 @@ from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.ops.kv8 import HEAD_SIZES
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+# What vLLM merges in each of them.
+_MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 _WITHOUT = "serve it without --compilation-config kvcompile"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -108,6 +114,38 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
             )
 
 
+def refuse_malformed_description(args: EngineArgs) -> None:
+    """A `quantization_config` that vLLM itself would stumble over, where W4A8 is asked for or mentioned.
+
+    Judged for a config.json that is on this machine; of other models, and of one that is no JSON, vLLM speaks itself.
+    """
+    file = try_get_local_file(args.hf_config_path or args.model, "config.json", args.revision)
+    if file is None:
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return
+    described = config.get("quantization_config") if isinstance(config, dict) else None
+    # null is what vLLM takes for an unquantised checkpoint
+    asked = args.quantization == W4A8_QUANTIZATION
+    if described is None or not (asked or W4A8_QUANTIZATION in json.dumps(described).lower()):
+        return
+    if not isinstance(described, Mapping):
+        found = f"is {described!r}"
+    elif "quant_method" not in described:
+        found = "has no quant_method"
+    elif not isinstance(method := described["quant_method"], str) or not method:
+        found = f"has the quant_method {method!r}"
+    else:
+        return
+    raise UsageError(
+        f"model {args.model}: quantization_config in config.json {found}; allowed is a table with the quant_method "
+        f'"{W4A8_QUANTIZATION}", or none at all for a checkpoint that is not quantised; quantise it anew with '
+        "`kvcompile quantize`"
+    )
+
+
 def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_linear: bool) -> None:
     """What of a W4A8 checkpoint can be judged without its weights: its own description, and how it meets `args`."""
     if model.quantization != W4A8_QUANTIZATION:
@@ -126,7 +164,11 @@ def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_line
             )
         )
     config = W4A8Config() if described is None else W4A8Config.from_config(described)
+    config.packed_modules_mapping = _MERGED  # vLLM itself sets it in the worker only
     text, ranks = model.hf_text_config, args.tensor_parallel_size
+    for i in range(text.num_hidden_layers):
+        for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+            config.skips(f"model.layers.{i}.{name}")
     heads = model.model_arch_config.total_num_attention_heads * model.get_head_size()
     for block, name, width in (("self_attn", "o_proj", heads), ("mlp", "down_proj", text.intermediate_size)):
         # A checkpoint has no group size for a width that only skipped layers have.

@@ -28,10 +28,13 @@ def install() -> None:
     _installed = True
     from vllm.platforms import current_platform
 
+    from kvcompile.integrations.vllm import linear_hooks
+
     _wrap_command_line()
     _wrap_engine_config()
     _register_attention_backend()
     _register_quantization()
+    linear_hooks.install()
     _wrap_compile_cache_key()
     if current_platform.is_cpu():
         _wrap_cpu_platform()

@@ -24,7 +24,7 @@ from vllm.model_executor.parameter import (
 
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm.linear_config import W4A8Config
-from kvcompile.integrations.vllm.linear_loading import Arrivals
+from kvcompile.integrations.vllm.linear_loading import Arrivals, part_rows
 from kvcompile.ops.act_quant import quant_per_token
 from kvcompile.ops.w4a8 import W4A8Weight, pack, quantize, w4a8_linear
 
@@ -62,7 +62,7 @@ class _W4A8Linear(LinearMethodBase):
         self.columns, self.dtype = input_size_per_partition, params_dtype
         self.made_up = get_current_vllm_config().load_config.load_format == "dummy"
         parts = self.config.packed_modules_mapping.get(self.prefix.rpartition(".")[2], ())
-        self.arrivals = Arrivals(self.prefix, parts, len(output_partition_sizes))
+        self.arrivals = Arrivals(self.prefix, parts, part_rows(layer))
         rows = sum(output_partition_sizes)
         self._register(layer, rows, input_size_per_partition, input_size, params_dtype, weight_loader)
 

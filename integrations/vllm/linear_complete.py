@@ -1,8 +1,9 @@
-"""A model with W4A8 linears is served only if the checkpoint had every tensor of it.
+"""A model with W4A8 linears is served only if the checkpoint had every tensor of it, and none beside.
 
 vLLM asks that of unquantised models only, and even there neither of embeddings nor of the bias of a linear. What never
 came would be whatever the memory held before. The W4A8 weights themselves are counted in `linear_loading`; here it is
-everything else: norms, embeddings, lm_head, biases, and linears that the checkpoint leaves as they were.
+everything else: norms, embeddings, lm_head, biases, and linears that the checkpoint leaves as they were. A tensor that
+the model has no place for is a KeyError in vLLM.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
+from kvcompile.config import UsageError
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
-from kvcompile.integrations.vllm.linear_loading import Arrivals, refuse_missing
+from kvcompile.integrations.vllm.linear_loading import Arrivals, part_rows, refuse_missing
 
 # Those that read a checkpoint of Hugging Face. The others read whole states of a model that vLLM wrote.
 _LOADERS = (DefaultModelLoader, RunaiModelStreamerLoader)
@@ -37,7 +39,10 @@ def install() -> None:
 
 
 def refusing_incomplete(load_weights: LoadWeights) -> LoadWeights:
-    """`load_weights` of a loader of vLLM, which then raises UsageError naming the first tensors that did not come."""
+    """`load_weights` of a loader of vLLM, which then raises UsageError naming the first tensors that did not come.
+
+    And naming one that the model has no place for, as soon as it comes.
+    """
 
     @functools.wraps(load_weights)
     def wrapped(self: Any, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -62,7 +67,7 @@ def _watched_linears(model: torch.nn.Module) -> Iterator[dict[str, Arrivals]]:
     for prefix, layer in model.named_modules():
         for name, parameter in _watchable(layer):
             parts = layer.quant_config.packed_modules_mapping.get(layer.prefix.rpartition(".")[2], ())
-            watch = Arrivals(layer.prefix, parts, len(getattr(layer, "output_sizes", (0,))))
+            watch = Arrivals(layer.prefix, parts, part_rows(layer))
             loaders.append((parameter, parameter.weight_loader))
             columns = layer.input_size if name == "weight" else None
             parameter.weight_loader = watch.loader(name, parameter.weight_loader, None, columns)
@@ -93,7 +98,21 @@ def _names_loaded(model: torch.nn.Module) -> Iterator[set[str]]:
     loaded: set[str] = set()
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        names = load_weights(weights)
+        last = ""
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for name, tensor in weights:
+                last = name
+                yield name, tensor
+
+        try:
+            names = load_weights(noted())
+        except KeyError as error:
+            said = _extra(model, last, str(error.args[0]))
+            if said is None:
+                raise
+            raise UsageError(said) from None
         # A few models, none of those that the preset serves, do not say; as in vLLM itself they are believed.
         loaded.update((name for name, _ in model.named_parameters()) if names is None else names)
         return names
@@ -103,6 +122,27 @@ def _names_loaded(model: torch.nn.Module) -> Iterator[set[str]]:
         yield loaded
     finally:
         del model.load_weights  # the class has its own
+
+
+def _extra(model: torch.nn.Module, tensor: str, parameter: str) -> str | None:
+    """What to say if vLLM found no `parameter` for the `tensor` of the checkpoint; None if it looked for another key.
+
+    `parameter` has the name of a merged layer, and not what comes before the decoder.
+    """
+    path, _, name = parameter.rpartition(".")
+    if not path or name != tensor.rpartition(".")[2]:
+        return None
+    layer = next((layer for prefix, layer in model.named_modules() if f".{prefix}".endswith(f".{path}")), None)
+    if layer is None:
+        allowed = "the model has no such layer"
+    else:
+        own = layer.quant_method.arrivals.names() if _is_w4a8(layer) else []
+        biases = [other for other, _ in layer.named_parameters(recurse=False) if not own or other == "bias"]
+        allowed = f"allowed for this layer are {', '.join([*own, *biases]) or 'none'}"
+    return (
+        f"the checkpoint has a tensor {tensor} that its config.json has no place for; {allowed}; remove the tensor, or "
+        "quantise the model anew"
+    )
 
 
 def _missing(model: torch.nn.Module, arrivals: dict[str, Arrivals], loaded: set[str]) -> list[str]:

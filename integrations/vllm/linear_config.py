@@ -69,7 +69,7 @@ class W4A8Config(QuantizationConfig):
     def from_config(cls, config: Mapping[str, Any]) -> W4A8Config:
         """Read a checkpoint's `quantization_config`. Raises UsageError for what this version does not serve."""
         _refuse_unknown_keys(config)
-        if config.get("format") != FORMAT:
+        if type(config.get("format")) is not int or config["format"] != FORMAT:  # True == 1
             raise UsageError(
                 f"quantization_config: format is {config.get('format')!r}; this version of kvcompile reads {FORMAT}; "
                 f"{_ANEW}, or install the kvcompile that wrote it"
@@ -79,6 +79,10 @@ class W4A8Config(QuantizationConfig):
             raise UsageError(
                 f"quantization_config: group_sizes is {sizes!r}; allowed is a table from input width to group size, "
                 f'such as {{"4096": 128}}; {_ANEW}'
+            )
+        if (group := config.get("group_size")) is not None and group != CHANNEL and type(group) is not int:
+            raise UsageError(
+                f'quantization_config: group_size is {group!r}; allowed is a whole number or "{CHANNEL}"; {_ANEW}'
             )
         skipped = config.get("modules_to_not_convert") or []
         if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
@@ -96,7 +100,6 @@ class W4A8Config(QuantizationConfig):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-        from kvcompile.integrations.vllm import linear_complete
         from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
 
         if isinstance(layer, RoutedExperts):
@@ -108,16 +111,24 @@ class W4A8Config(QuantizationConfig):
             return None
         if get_current_vllm_config().lora_config is not None:  # the preset has refused it before; not everyone uses it
             raise UsageError(NO_LORA)
-        linear_complete.install()
         if self.skips(prefix):
             return UnquantizedLinearMethod()
         return (W4A8OnlineLinearMethod if self.group_sizes is None else W4A8LinearMethod)(self, prefix)
 
     def skips(self, prefix: str) -> bool:
-        """Whether the checkpoint leaves the linear of that full name as it was."""
-        from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+        """Whether the checkpoint leaves the linear of that full name as it was.
 
-        return is_layer_skipped(prefix, self.skipped, self.packed_modules_mapping)
+        Raises UsageError, naming the layer, if it leaves some of what vLLM merges into that linear, but not all.
+        """
+        before, dot, name = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(name, [name])
+        skipped = [part for part in parts if f"{before}{dot}{part}" in self.skipped]
+        if skipped and len(skipped) < len(parts):
+            raise UsageError(
+                f"layer {prefix}: modules_to_not_convert has {', '.join(skipped)} of it alone; vLLM merges "
+                f"{', '.join(parts)}, so allowed are all of them or none; {_ANEW}"
+            )
+        return bool(skipped)
 
     def group_on_rank(self, layer: str, width: int, ranks: int) -> int:
         """Channels a group in the `width` / `ranks` input channels that one rank has of a layer `width` wide.
@@ -170,8 +181,10 @@ def _refuse_unknown_keys(config: Mapping[str, Any]) -> None:
 
 def _group_size(width: Any, group: Any) -> tuple[int, int]:
     try:
+        if group != CHANNEL and type(group) is not int:  # int() would cut 64.9 down to 64
+            raise TypeError(f'allowed is a whole number or "{CHANNEL}"')
         wide = int(width)
-        size = wide if group == CHANNEL else int(group)
+        size = wide if group == CHANNEL else group
         check_group(wide, size)
     except (TypeError, ValueError) as error:
         raise UsageError(f"quantization_config: group_sizes has {width!r}: {group!r}: {error}; {_ANEW}") from None

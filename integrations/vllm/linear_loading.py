@@ -1,7 +1,7 @@
 """What of a layer the checkpoint has delivered: wrong tensors are refused as they come, missing ones at the end.
 
 vLLM itself checks neither for a quantised checkpoint: a tensor that never came is whatever memory held before, one of
-another dtype is converted, and one of another shape is an assertion without a word.
+another dtype is converted, one with rows to spare is cut, and one that is too small is an assertion without a word.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
 from kvcompile.config import UsageError
 
@@ -27,14 +28,23 @@ def refuse_missing(names: Sequence[str]) -> None:
         raise UsageError(f"the checkpoint has no tensor {some}; it is incomplete, quantise or copy it anew")
 
 
+def part_rows(layer: LinearBase) -> list[int]:
+    """Output channels, over all ranks, of each tensor that vLLM merges into `layer`; of a plain layer its own."""
+    if isinstance(layer, QKVParallelLinear):  # its `output_sizes` count a KV head once per rank that repeats it
+        kv_heads = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, kv_heads * layer.head_size, kv_heads * layer.v_head_size]
+    return list(getattr(layer, "output_sizes", (layer.output_size,)))
+
+
 class Arrivals:
     """The tensors of one linear layer, which vLLM may have merged from several of the checkpoint.
 
-    `parts`: the checkpoint's own names of what was merged, where known; `count`: how many were, 1 for a plain layer.
+    `parts`: the checkpoint's own names of what was merged, where known; `rows`: output channels of each over all ranks
+    (`part_rows`), one entry for a plain layer.
     """
 
-    def __init__(self, layer: str, parts: Sequence[str], count: int) -> None:
-        self._layer, self._parts, self._count = layer, list(parts), count
+    def __init__(self, layer: str, parts: Sequence[str], rows: Sequence[int]) -> None:
+        self._layer, self._parts, self._rows = layer, list(parts), list(rows)
         self._seen: dict[str, set[int]] = {}
 
     def loader(
@@ -56,10 +66,13 @@ class Arrivals:
             shard = rest[0] if rest else named.get("loaded_shard_id")
             self._refuse_other(name, shard, loaded_weight, dtype, columns)
             plain(layer, param, loaded_weight, *rest, **named)
-            shards = range(self._count) if shard is None else shard if isinstance(shard, tuple) else (shard,)
-            self._seen[name].update(_POSITION.get(s, s) for s in shards)
+            self._seen[name].update(self._positions(shard))
 
         return MethodType(load, weight_loader.__self__)
+
+    def names(self) -> list[str]:
+        """What the checkpoint should have of the layer, such as qweight."""
+        return list(self._seen)
 
     def refuse_missing(self) -> None:
         """Raise UsageError naming the first tensors that should have come and did not. Counting then starts again."""
@@ -72,7 +85,7 @@ class Arrivals:
         return [
             f"{self._name(position)}.{name}"
             for name, seen in self._seen.items()
-            for position in range(self._count)
+            for position in range(len(self._rows))
             if position not in seen
         ]
 
@@ -80,15 +93,22 @@ class Arrivals:
         self, name: str, shard: Any, given: torch.Tensor, dtype: torch.dtype | None, columns: int | None
     ) -> None:
         right_dtype = given.dtype == dtype if dtype is not None else given.dtype.is_floating_point
-        shape = list(given.shape)
-        if right_dtype and (len(shape) == 1 if columns is None else shape[1:] == [columns]):
+        shape, positions = list(given.shape), self._positions(shard)
+        rows = sum(self._rows[position] for position in positions)
+        wanted = [rows] if columns is None else [rows, columns]
+        if right_dtype and shape == wanted:
             return
-        position = None if shard is None or isinstance(shard, tuple) else _POSITION.get(shard, shard)
-        wanted = "[N]" if columns is None else f"[N, {columns}]"
+        position = positions[0] if len(positions) == 1 else None
         raise UsageError(
             f"tensor {self._name(position)}.{name} is {given.dtype} {shape}; by the checkpoint's config.json it is "
             f"{dtype or 'of a float type'} {wanted}; the two do not belong together, quantise the model anew"
         )
+
+    def _positions(self, shard: Any) -> list[int]:
+        """The parts that a tensor is for: `shard` is vLLM's name of one, a tuple of names, or None for all."""
+        if shard is None:
+            return list(range(len(self._rows)))
+        return [_POSITION.get(s, s) for s in (shard if isinstance(shard, tuple) else (shard,))]
 
     def _name(self, position: int | None) -> str:
         if position is None or position >= len(self._parts):
