@@ -21,7 +21,7 @@ from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-from kvcompile.config import UsageError
+from kvcompile.config import UsageError, shown
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.ops.kv8 import HEAD_SIZES
@@ -132,11 +132,11 @@ def refuse_malformed_description(args: EngineArgs) -> None:
     if described is None or not (asked or W4A8_QUANTIZATION in json.dumps(described).lower()):
         return
     if not isinstance(described, Mapping):
-        found = f"is {described!r}"
+        found = f"is {shown(described)}"
     elif "quant_method" not in described:
         found = "has no quant_method"
     elif not isinstance(method := described["quant_method"], str) or not method:
-        found = f"has the quant_method {method!r}"
+        found = f"has the quant_method {shown(method)}"
     else:
         return
     raise UsageError(

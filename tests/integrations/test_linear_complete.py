@@ -83,10 +83,18 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def load(checkpoint: Callable[..., Path], engine_args: Callable[..., EngineArgs]) -> Load:
-    """`load(lacking, **changes)`: the model, as a worker loads it, of a checkpoint without the tensors `lacking`."""
+    """`load(lacking, **changes)`: the model, as a worker loads it, of a checkpoint without the tensors `lacking`.
+
+    `extra` are tensors that it has besides, or in place of its own.
+    """
 
     def load(
-        *lacking: str, skipped: tuple[str, ...] = (), quantised: bool = True, online: bool = False, **changes: Any
+        *lacking: str,
+        skipped: tuple[str, ...] = (),
+        quantised: bool = True,
+        online: bool = False,
+        extra: Tensors | None = None,
+        **changes: Any,
     ) -> torch.nn.Module:
         described = {
             "quant_method": "kvcompile_w4a8",
@@ -101,7 +109,7 @@ def load(checkpoint: Callable[..., Path], engine_args: Callable[..., EngineArgs]
         tensors = _tensors(changes, list(skipped), quantised=quantised)
         for name in lacking:
             del tensors[name]
-        save_file(tensors, folder / "model.safetensors")
+        save_file({**tensors, **(extra or {})}, folder / "model.safetensors")
         fields = {"quantization": "kvcompile_w4a8"} if online else {}
         config = engine_args(model=folder, **fields).create_engine_config()
         with set_current_vllm_config(config):
@@ -173,6 +181,54 @@ def test_the_first_of_many_are_named_in_the_order_of_the_model(load):
     )
 
 
+W4A8 = "qweight, group_scales, group_zeros, channel_scales"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes", "allowed"),
+    [
+        ("model.layers.1.mlp.down_proj.foo", {}, f"allowed for this layer are {W4A8}"),
+        ("model.layers.1.mlp.down_proj.weight", {}, f"allowed for this layer are {W4A8}"),
+        ("model.layers.0.self_attn.k_proj.weight", {}, f"allowed for this layer are {W4A8}"),
+        ("model.layers.0.self_attn.k_proj.foo", QWEN2, f"allowed for this layer are {W4A8}, bias"),
+        ("model.layers.0.self_attn.k_proj.qweight", {"skipped": QKV}, "allowed for this layer are weight"),
+        ("model.layers.0.mlp.up_proj.qweight", ONLINE, "allowed for this layer are weight"),
+        ("model.layers.0.input_layernorm.foo", {}, "allowed for this layer are weight"),
+        ("model.layers.0.mlp.third_proj.weight", {}, "the model has no such layer"),
+    ],
+)
+def test_a_tensor_that_the_model_has_no_place_for_is_named_with_what_is_allowed(load, tensor, changes, allowed):
+    with pytest.raises(UsageError) as caught:
+        load(extra={tensor: torch.ones(2)}, **changes)
+    assert str(caught.value) == (
+        f"the checkpoint has a tensor {tensor} that its config.json has no place for; {allowed}; remove the tensor, or "
+        "quantise the model anew"
+    )
+
+
+@pytest.mark.parametrize("key", ["rope", "a.rope", "model.weight"])
+def test_another_key_that_vllm_does_not_find_is_no_extra_tensor(key):
+    class Model(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> set[str]:
+            for _ in weights:
+                raise KeyError(key)
+
+    wrapped = linear_complete.refusing_incomplete(lambda self, model, config: model.load_weights([("x.bias", None)]))
+    with pytest.raises(KeyError, match=key):
+        wrapped(None, Model(2, 2), SimpleNamespace(quantization="kvcompile_w4a8"))
+
+
+@pytest.mark.parametrize("rows", [128, 63])
+def test_a_bias_with_other_rows_than_the_model_is_refused(load, rows):
+    name = "model.layers.1.self_attn.k_proj.bias"
+    with pytest.raises(UsageError) as caught:
+        load(extra={name: torch.ones(rows, dtype=torch.bfloat16)}, **QWEN2)
+    assert str(caught.value) == (
+        f"tensor {name} is torch.bfloat16 [{rows}]; by the checkpoint's config.json it is of a float type [64]; the "
+        "two do not belong together, quantise the model anew"
+    )
+
+
 def test_a_failed_load_leaves_nothing_wrapped():
     class Model(torch.nn.Module):
         def load_weights(self, weights: Any) -> set[str]:
@@ -196,6 +252,11 @@ def test_other_models_load_as_without_kvcompile(quantization):
     model, config = Model(2, 2), SimpleNamespace(quantization=quantization)
     wrapped("loader", model, config)
     assert seen == ["loader", model, config]
+
+
+@pytest.mark.parametrize("loader", [DefaultModelLoader, RunaiModelStreamerLoader])
+def test_loaders_are_wrapped_as_soon_as_the_plugin_is_loaded(loader):
+    assert hasattr(loader.load_weights, "_kvcompile_refuses_incomplete")
 
 
 @pytest.mark.parametrize("loader", [DefaultModelLoader, RunaiModelStreamerLoader])
