@@ -48,7 +48,7 @@ def solve(
 
 
 def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
-    """`hessian` plus `damping` times its own diagonal and a floor: positive definite, and safe to trust off its text."""
+    """`hessian` plus `damping` times its diagonal and a floor: positive definite, and of use beyond its text."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
     dead = diagonal <= 0

@@ -44,8 +44,10 @@ class LayerwiseModel:
             # Its frequencies are computed, not loaded, and are therefore of no use on the meta device.
             self._rotary = type(self._model.model.rotary_emb)(config=config)
         except Exception as error:
-            shown = " ".join(str(error).split()) or type(error).__name__
-            raise UsageError(f"{path / 'config.json'}: transformers makes no model of it ({shown}); correct it") from error
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UsageError(
+                f"{path / 'config.json'}: transformers makes no model of it ({why}); correct it"
+            ) from error
         self._model.eval().requires_grad_(False)
         self._path = path
         self._read = read

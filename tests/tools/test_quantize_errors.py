@@ -207,23 +207,29 @@ def _without_norm(state, name):
     del state["model.layers.1.input_layernorm.weight"]
 
 
-@pytest.mark.parametrize("flag", ["--calibration", "--perplexity"])
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (_config(intermediate_size=256), "model.layers.0.mlp.down_proj.weight has shape [128, 192], by config.json it"),
-        (_config(head_dim=32), "model.layers.0.self_attn.k_proj.weight has shape [64, 128], by config.json it has [32,"),
-        (_config(num_hidden_layers=1, vocab_size=300), "model.embed_tokens.weight has shape [256, 128], by config.json"),
+        (_config(head_dim=32), "self_attn.k_proj.weight has shape [64, 128], by config.json it has [32,"),
+        (_config(num_hidden_layers=1, vocab_size=300), "embed_tokens.weight has shape [256, 128], by config.json"),
         (_config(hidden_size="wide"), "config.json: transformers makes no model of it"),
         (_config(num_attention_heads=0, head_dim=None), "config.json: transformers makes no model of it"),
         (_with(_changed("", _biased)), f"{_LINEAR}.bias has shape [192], by config.json it has none"),
         (_with(_changed("", _without_norm)), "1.input_layernorm.weight has shape none, by config.json it has [128]"),
     ],
 )
-def test_a_config_that_contradicts_the_tensors_cannot_be_run(tmp_path, capsys, make, told, flag):
+def test_a_config_that_contradicts_the_tensors_cannot_be_run(tmp_path, capsys, make, told):
     make(tmp_path / "s")
     (tmp_path / "long.txt").write_text("long " * 200)
-    assert told in _refused(tmp_path, capsys, tmp_path / "s", tmp_path / "o", flag, tmp_path / "long.txt")
+    assert told in _refused(tmp_path, capsys, tmp_path / "s", tmp_path / "o", "--perplexity", tmp_path / "long.txt")
+
+
+def test_nor_can_it_be_calibrated(tmp_path, capsys):
+    source = sources.write(tmp_path / "s", intermediate_size=256)
+    (tmp_path / "long.txt").write_text("long " * 200)
+    err = _refused(tmp_path, capsys, source, tmp_path / "o", "--calibration", tmp_path / "long.txt")
+    assert "by config.json it has" in err
 
 
 def test_an_already_quantised_checkpoint_of_ours_is_refused(tmp_path, capsys):

@@ -6,7 +6,7 @@ from tests.tools import quantize_sources as sources
 
 from kvcompile.ops.w4a8 import check_weight, dequantize, quantize
 from kvcompile.tools import quantize_calibrate
-from kvcompile.tools.quantize_gptq import solve
+from kvcompile.tools.quantize_gptq import DAMPING, damped, solve
 from kvcompile.tools.quantize_model import LINEARS, LayerwiseModel
 from kvcompile.tools.quantize_search import search
 from kvcompile.tools.quantize_source import Source
@@ -57,6 +57,33 @@ def test_inputs_that_are_never_active_are_rounded_and_harm_nothing():
     assert torch.isfinite(found).all()
     assert (found - weight)[:, dead].abs().max() < 0.06  # about a step and a half of the grid
     assert _lost(weight, found, inputs) < 0.6 * _lost(weight, dequantize(quantize(weight, 64)), inputs)
+
+
+def _text(seed):
+    """Inputs with the same large channels in every text, but with correlations of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    common, own = (torch.randn(600, n, generator=generator) for n in (8, 192))
+    inputs = own + 0.6 * common @ torch.randn(8, 192, generator=generator)
+    inputs[:, ::24] *= 20
+    return inputs / 10
+
+
+def test_damping_keeps_what_is_gained_on_one_text_from_being_lost_on_another():
+    calibration, other, weight = _text(1), _text(2), _weight()
+    hessian = calibration.T @ calibration
+    found = {damping: dequantize(solve(weight, hessian, 64, damping=damping)) for damping in (0.0, DAMPING)}
+    searched = dequantize(search(weight, 64))
+    assert _lost(weight, found[DAMPING], other) < 0.9 * _lost(weight, found[0.0], other)
+    assert _lost(weight, found[DAMPING], other) < 0.6 * _lost(weight, searched, other)
+    assert _lost(weight, found[DAMPING], calibration) < 0.2 * _lost(weight, searched, calibration)
+
+
+def test_damping_is_in_proportion_to_each_channel_above_a_floor():
+    hessian = torch.tensor([[9.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    # The mean of the channels that were active is 5, which stands in for the one that was not.
+    wanted = torch.tensor([[18.05, 2.0, 0.0], [2.0, 2.05, 0.0], [0.0, 0.0, 10.05]])
+    torch.testing.assert_close(damped(hessian, 1.0), wanted)
+    assert hessian[2, 2] == 0
 
 
 @pytest.mark.parametrize("hessian", [torch.zeros(192, 192), torch.ones(192, 192)], ids=["no inputs", "rank one"])
