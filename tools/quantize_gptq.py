@@ -3,9 +3,9 @@
 Minimises tr((W - Q) H (W - Q)^T): the error of the layer's outputs on calibration inputs whose second moments are H.
 Columns are rounded one after the other, and each rounding error is made up for by the columns that follow.
 
-A few channels of activations are hundreds of times larger than the rest. The correlations with them that a text happens
-to show do not hold on another, and what is made up for by them then only adds error. Damping that is the same for all
-channels cannot see it; so each diagonal element of H is damped in proportion to itself.
+Of what one text shows, the sizes of the inputs hold on another, their correlations only in part, and making up for
+errors by those that do not adds error. So each diagonal element of H is damped in proportion to itself: next to a
+channel hundreds of times the mean, damping that is the same for all channels does nothing.
 """
 
 from __future__ import annotations
