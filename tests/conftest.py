@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not usable:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """fp32 for every test: vLLM sets the model's dtype while it loads, and leaves it set where loading is refused."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,8 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     assert rows == {
         "kv8.enabled": (False, "environment KVCOMPILE_KV8_ENABLED", "true or false"),
         "linear.enabled": (True, "default", "true or false"),
+        "passes.norm_quant": (True, "default", "true or false"),
+        "passes.swiglu_quant": (True, "default", "true or false"),
         "strict": (False, "default", "true or false"),
     }
     assert report["modules"] == [
