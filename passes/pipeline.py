@@ -18,7 +18,7 @@ import importlib
 import json
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,6 @@ _REASONS = 3  # of a pass that matched nothing, given in its message
 class PassError(RuntimeError):
     """A pass matched nothing although the graph holds what it is for, and the configuration is strict."""
 
-
-GraphPass = Callable[[torch.fx.Graph], PassResult]
 
 # In the order in which they run. A quantiser has one producer, so neither of these takes a site from the other.
 PASSES: tuple[type, ...] = (NormQuant, SwigluQuant)

@@ -7,6 +7,7 @@ are dropped before the next one is touched.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -88,6 +89,7 @@ class _W4A8Linear(LinearMethodBase):
         y = w4a8_linear(x_q, x_scale, layer.tiles, layer.group_params, layer.channel_scales, bias, x.dtype)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
+    @abstractmethod
     def _register(
         self,
         layer: torch.nn.Module,
@@ -98,11 +100,10 @@ class _W4A8Linear(LinearMethodBase):
         weight_loader: MethodType,
     ) -> None:
         """Register what the checkpoint has. rows, columns: of this rank; width: input channels of all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _packed(self, layer: torch.nn.Module) -> Packed:
         """The packed weight; the parameters that were loaded are gone from the layer."""
-        raise NotImplementedError
 
 
 # vLLM uses the loaders that know its parameter classes only for method classes whose *names* it was told.

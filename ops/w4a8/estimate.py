@@ -1,6 +1,6 @@
 """Which way to take a product where nobody has measured it: a model of bytes and tensor-core operations. Unmeasured.
 
-    fused      per 64 tokens: max(packed bytes / bandwidth, operations / rate of mma.sync)
+    fused      per block of tokens (64, 128 with wgmma): max(packed bytes / bandwidth, operations / rate of mma.sync)
     rebuilt    write the int8 weight, then max(int8 bytes / bandwidth, operations / rate of the int8 product)
 
 The shares of the nominal rates that the two reach are round numbers, as the cross-over is only to be of the right size:
