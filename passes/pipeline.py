@@ -18,10 +18,11 @@ import importlib
 import json
 import logging
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.fx
@@ -46,12 +47,25 @@ class PassError(RuntimeError):
 PASSES: tuple[type, ...] = (NormQuant, SwigluQuant)
 
 
+class Observer(Protocol):
+    """Is shown each graph as the passes leave it. It reads; the graph belongs to the passes and changes afterwards."""
+
+    def before(self, number: int, graph: torch.fx.Graph) -> None:
+        """No pass has run yet on the pipeline's graph `number`, from 1."""
+
+    def after(self, name: str, graph: torch.fx.Graph, result: PassResult) -> None:
+        """Pass `name` has run on the graph of the last `before`; what it did is not judged yet."""
+
+
 class PassPipeline:
     """Runs the configured passes in order on each graph and keeps count.
 
     `config`: the resolved configuration as nested plain values (`passes.<name>`: bool, `strict`: bool). `passes`
     replaces the built-in list.
     """
+
+    # Of every pipeline in this process: vLLM copies them as it likes. See `observed_by`.
+    observer: ClassVar[Observer | None] = None
 
     def __init__(self, config: Mapping[str, Any], passes: Iterable[type] | None = None) -> None:
         self._config = config
@@ -68,9 +82,14 @@ class PassPipeline:
     def __call__(self, graph: torch.fx.Graph) -> list[PassResult]:
         """Rewrite `graph` in place. Raises `PassError` (strict) where a pass finds candidates and matches none."""
         self.graphs_seen += 1
+        observer = PassPipeline.observer
+        if observer is not None:
+            observer.before(self.graphs_seen, graph)
         results = []
         for graph_pass in self._passes:
             result = graph_pass(graph)
+            if observer is not None:
+                observer.after(graph_pass.name, graph, result)
             for reason in result.refused:
                 logger.debug("kvcompile pass %s, graph %d, left alone: %s", result.name, self.graphs_seen, reason)
             self._judge(result)
@@ -106,6 +125,16 @@ class PassPipeline:
             "schemas": operator_schemas(),
         }
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Every pipeline in this process shows its graphs to `observer` meanwhile."""
+    before, PassPipeline.observer = PassPipeline.observer, observer
+    try:
+        yield
+    finally:
+        PassPipeline.observer = before
 
 
 @cache
