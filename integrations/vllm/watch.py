@@ -1,0 +1,250 @@
+"""Compiling a model as `vllm serve` would, as far as kvcompile's passes, and showing each graph to a watcher.
+
+What vLLM does from the model's code to the post-grad graph runs unchanged, and so do the passes; then a graph is left
+as it is instead of being turned into machine code, which takes minutes and changes nothing any more. The engine runs in
+this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and stops when the last graph has been seen, so the process is good for
+nothing else afterwards. Compile caches would hide the passes: VLLM_CACHE_ROOT must name a fresh folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, Protocol
+from unittest.mock import patch
+
+import torch
+from torch._functorch._aot_autograd import autograd_cache
+from vllm.compilation.backends import CompilerManager, VllmBackend
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.utils import Range
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import checks, report
+from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
+from kvcompile.passes.pipeline import Observer, PassError, observed_by
+from kvcompile.plugin import register
+from kvcompile.presets import NAME
+
+
+class Watcher(Observer, Protocol):
+    """What is told of a compilation. vLLM cuts a model into pieces, and equal pieces share one graph."""
+
+    def configured(self, settings: dict[str, Any], startup_line: str) -> None:
+        """What decides the graphs, plain values, before anything is compiled."""
+
+    def piece(
+        self, number: int, tokens: tuple[int, int], module: torch.fx.GraphModule, attention: Sequence[str]
+    ) -> None:
+        """Piece `number`, from 0, as Dynamo saw it, is compiled for batches of `tokens`, least and most, next.
+
+        `attention`: the full names of the model's attention layers.
+        """
+
+    def same_as(self, number: int) -> None:
+        """The piece shares the graph of piece `number`, and no pass runs."""
+
+    def fault(self, message: str) -> None:
+        """A pass has refused the graph, which the server would not start with."""
+
+
+class _PassesRan(BaseException):
+    """Leaves Inductor. No Exception: nothing on the way may take it for a failed compilation."""
+
+
+class _AllSeen(BaseException):
+    """Leaves the engine."""
+
+
+def compile_model(model: str, arguments: Sequence[str], watcher: Watcher) -> None:
+    """Compile `model` with the flags of `vllm serve` in `arguments` and the preset. Raises `UsageError`."""
+    register()
+    args = _parse(["--model", model, "--compilation-config", NAME, *arguments])
+    checks.refuse_missing_checkpoint(args.model)
+    if args.speculative_config is not None:
+        raise UsageError("--speculative-config is given; the graphs of the model alone are shown: leave it out")
+    with _startup_lines() as lines:
+        # Some defaults depend on who asks: those of the server.
+        config = _config(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    _refuse_uncompiled(config)
+    watcher.configured(_settings(config), lines[-1])
+    try:
+        with _up_to_the_passes(watcher, config), observed_by(watcher):
+            LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
+    except _AllSeen:
+        return
+    raise UsageError(f"model {model}: vLLM compiled nothing with these flags; leave out what switches compilation off")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve", add_help=False))
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(
+            f"{' '.join(message.split())}; allowed are the flags of `vllm serve` that concern the engine "
+            "(not those of the HTTP server, such as --port)"
+        )
+
+    parser.error = refuse
+    try:
+        return parser.parse_args(list(arguments))
+    except ValueError as error:
+        raise UsageError(f"vLLM refused the flags: {' '.join(str(error).split())}") from error
+
+
+def _config(args: argparse.Namespace) -> EngineArgs:
+    """EngineArgs that need no tokenizer, which has nothing to do with the graph."""
+    args.skip_tokenizer_init = True
+    try:
+        return EngineArgs.from_cli_args(args)
+    except ValueError as error:
+        raise UsageError(f"model {args.model}: vLLM refused: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _startup_lines() -> Iterator[list[str]]:
+    """What kvcompile logs meanwhile; the last line is what it is going to do."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vllm.kvcompile"), Keep(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def _refuse_uncompiled(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if parallel.world_size_across_dp > 1:
+        raise UsageError(
+            f"these flags ask for {parallel.world_size_across_dp} processes (tensor, pipeline or data parallel); "
+            "allowed is 1: leave them out, the graph of a rank differs in widths only"
+        )
+    compilation = config.compilation_config
+    if not isinstance(compilation.inductor_compile_config.get(PASS_KEY), KVCompilePass):
+        raise UsageError(f"{PASS_KEY} is given, which takes the place of kvcompile's passes; leave it out")
+    if compilation.mode != CompilationMode.VLLM_COMPILE or compilation.backend != "inductor" or _dynamo_is_off():
+        why = report.why_not(config, {})["passes"]
+        raise UsageError(f"no graph reaches the passes ({why}); leave out what switches that off")
+
+
+def _settings(config: VllmConfig) -> dict[str, Any]:
+    """What of vLLM's final configuration decides how the graphs look, and kvcompile's own options."""
+    model, compilation = config.model_config, config.compilation_config
+    backend = config.attention_config.backend
+    return {
+        "architecture": model.architecture,
+        "attention_backend": backend.name if backend else "vLLM's choice",
+        "compilation_backend": compilation.backend,
+        "compilation_mode": compilation.mode.name,
+        "compile_ranges": [[r.start, r.end] for r in compilation.get_compile_ranges()],
+        "compile_sizes": list(compilation.compile_sizes or []),
+        "custom_ops": list(compilation.custom_ops),
+        "device": current_platform.device_type if current_platform.is_cpu() else current_platform.get_device_name(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "kvcompile": config.additional_config[NAME],
+        "layers": model.hf_text_config.num_hidden_layers,
+        "load_format": str(config.load_config.load_format),
+        "max_model_len": model.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "quantization": model.quantization,
+        "splitting_ops": list(compilation.splitting_ops or []),
+        "vllm_passes": _vllm_passes(config),
+    }
+
+
+def _vllm_passes(config: VllmConfig) -> list[str]:
+    """vLLM's own passes that are on."""
+    values = vars(config.compilation_config.pass_config)
+    return sorted(name for name, value in values.items() if value is True)
+
+
+def _dynamo_is_off() -> bool:
+    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+@contextmanager
+def _up_to_the_passes(watcher: Watcher, config: VllmConfig) -> Iterator[None]:
+    seen = _Seen(watcher, config)
+    wrapped = [
+        (CompilerManager, "compile", seen.compile),
+        (KVCompilePass, "__call__", seen.run_passes),
+        (VllmBackend, "__call__", seen.finish),
+        (autograd_cache, "autograd_cache_key", seen.cache_key),
+    ]
+    with ExitStack() as stack:
+        for owner, name, wrap in wrapped:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
+class _Seen:
+    """The wrappers. By a key of Inductor's for each piece vLLM finds an equal one that it compiled before."""
+
+    def __init__(self, watcher: Watcher, config: VllmConfig) -> None:
+        self._watcher = watcher
+        self._layers = config.compilation_config.static_forward_context
+        self._key: str | None = None
+        self._piece_of: dict[str, int] = {}
+        self._made = False
+
+    def compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(manager: CompilerManager, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            number, tokens = kwargs["graph_index"], kwargs["compile_range"]
+            assert isinstance(tokens, Range)
+            self._watcher.piece(number, (tokens.start, tokens.end), graph, list(self._layers))
+            self._key = None
+            try:
+                compiled = original(manager, graph, *args, **kwargs)
+            except _PassesRan:
+                if self._key is not None:
+                    # As vLLM does with what is compiled: it looks here whether it has an equal graph already.
+                    manager.loaded_artifacts[self._key] = graph
+                    self._piece_of[self._key] = number
+                return graph
+            if self._key not in self._piece_of:
+                raise RuntimeError(f"piece {number} was compiled without a pass being called")
+            self._watcher.same_as(self._piece_of[self._key])
+            return compiled
+
+        return compile
+
+    def cache_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def cache_key(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._key = None if result is None else result[0]
+            return result
+
+        return cache_key
+
+    def run_passes(self, original: Callable[..., None]) -> Callable[..., None]:
+        def run_passes(ours: KVCompilePass, graph: torch.fx.Graph) -> NoReturn:
+            try:
+                original(ours, graph)
+            except PassError as error:
+                self._watcher.fault(str(error))
+            raise _PassesRan
+
+        return run_passes
+
+    def finish(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finish(backend: VllmBackend, *args: Any, **kwargs: Any) -> NoReturn:
+            original(backend, *args, **kwargs)
+            raise _AllSeen
+
+        return finish

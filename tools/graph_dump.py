@@ -1,0 +1,157 @@
+"""`kvcompile graph-dump`: what the FX passes do to a model's graphs, as text and as JSON.
+
+    kvcompile graph-dump MODEL [--out DIR] [flags of vllm serve ...]
+    kvcompile graph-dump --diff A B
+
+The model is compiled as `vllm serve MODEL --compilation-config kvcompile` would, cold, up to the passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvcompile.config import UsageError
+from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_summary, graph_text
+
+DEFAULT_FOLDER = "kvcompile-graphs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Ours; what is left over goes to vLLM as it is."""
+    parser.description = "Show what the FX passes do to the graphs of a model, or compare two such dumps."
+    parser.usage = (
+        "kvcompile graph-dump MODEL [--out DIR] [--keep-log FILE] [flags of vllm serve ...]\n"
+        "       kvcompile graph-dump --diff A B"
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint folder or hub name, before vLLM's flags")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"folder that is written (default: {DEFAULT_FOLDER}, here)"
+    )
+    parser.add_argument("--keep-log", type=Path, metavar="FILE", help="write vLLM's log there, whatever happens")
+    parser.add_argument(
+        "--diff",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="compare two dumps (folders, or their graphs.json): exit code 0 if equal, 1 if not",
+    )
+    parse_known_args = parser.parse_known_args
+
+    def with_flags(args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
+        namespace, flags = parse_known_args(args, namespace)
+        namespace.flags = flags
+        namespace.given = list(args or [])
+        return namespace, []
+
+    parser.parse_known_args = with_flags
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 with a dump, also of a model without a match; 1 if a strict pass or vLLM failed; of --diff 1 if they differ."""
+    if args.diff is not None:
+        return _diff(args)
+    if args.model is None:
+        raise UsageError("no model is given; give a checkpoint folder or a hub name, or --diff A B")
+    if args.flags and args.given.index(args.flags[0]) < args.given.index(args.model):
+        raise UsageError(f"{args.flags[0]} stands before the model; give MODEL first, then vLLM's flags")
+    folder = args.out or Path(DEFAULT_FOLDER)
+    graph_folder.refuse_foreign(folder)
+    if args.keep_log is not None and (args.keep_log.is_dir() or not args.keep_log.absolute().parent.is_dir()):
+        raise UsageError(f"--keep-log {args.keep_log}: no file can be written there; name one in an existing folder")
+    console = Console(highlight=False)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, graph_folder.LOG)
+        try:
+            content = _compile(console, args.model, args.flags, Path(scratch), log)
+        finally:
+            if args.keep_log is not None and log.exists():
+                shutil.copyfile(log, args.keep_log)
+        if content is None:
+            return 1
+        graph_folder.replace(folder, lambda into: _fill(into, content, log))
+    graph_summary.show(console, content)
+    seconds = time.monotonic() - start
+    console.print(f"Compiled cold, up to the passes, in {seconds:.0f} s. Written: {folder}", markup=False)
+    return 1 if content["faults"] else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    if args.model is not None or args.flags or args.out is not None or args.keep_log is not None:
+        raise UsageError("--diff compares two dumps that are there; give it alone: --diff A B")
+    a, b = (graph_document.read(path) for path in args.diff)
+    found = graph_diff.differences(a, b)
+    graph_diff.show(Console(highlight=False), (str(args.diff[0]), str(args.diff[1])), found)
+    return 1 if found else 0
+
+
+def _compile(console: Console, model: str, flags: list[str], scratch: Path, log: Path) -> dict[str, Any] | None:
+    """The document, or None after saying why vLLM failed. Raises `UsageError`."""
+    job, result = scratch / "job.json", scratch / graph_document.FILE
+    job.write_text(json.dumps({"model": model, "arguments": flags, "result": str(result)}), encoding="utf-8")
+    environment = dict(os.environ)
+    if Path(model).is_dir():
+        environment.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be fetched, and asking in vain takes minutes
+    with log.open("wb") as out, console.status("compiling, up to the passes") as status:
+        if not console.is_terminal:
+            console.print("compiling, up to the passes ...")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvcompile.tools.graph_compile", str(job)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    status.update(f"compiling, up to the passes: {_last_line(log)[: max(20, console.width - 40)]}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if code == 0:
+        return graph_document.read(result)
+    if code == 2 and result.exists():
+        raise UsageError(json.loads(result.read_text(encoding="utf-8"))["error"])
+    why = _last_error(log) or f"exit code {code}"
+    print(f"kvcompile graph-dump: vLLM failed: {why} (--keep-log FILE keeps the whole story)", file=sys.stderr)
+    return None
+
+
+def _fill(into: Path, content: dict[str, Any], log: Path) -> None:
+    graph_document.write(into / graph_document.FILE, content)
+    for graph in content["graphs"]:
+        graph_text.write(into / f"graph-{graph['number']}", graph)
+    shutil.copyfile(log, into / graph_folder.LOG)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1].replace("[", "(") if lines else ""
+
+
+def _last_error(log: Path) -> str | None:
+    """The last line of a stack trace: what the error was."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if "Error: " in line or line.endswith("Error")), None)
+
+
+if __name__ == "__main__":
+    from kvcompile.cli import main
+
+    sys.exit(main(["graph-dump", *sys.argv[1:]]))
