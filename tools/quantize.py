@@ -15,7 +15,8 @@ from rich.console import Console
 from kvcompile.config import UsageError
 from kvcompile.tools import quantize_report as report
 from kvcompile.tools import quantize_steps as steps
-from kvcompile.tools.quantize_output import COMPLETE, Workspace
+from kvcompile.tools.quantize_output import COMPLETE, Workspace, found, kept
+from kvcompile.tools.quantize_paths import source_and_out
 from kvcompile.tools.quantize_progress import progress, say
 from kvcompile.tools.quantize_source import Source, TensorFiles
 
@@ -51,19 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 once OUT is complete, with the report on standard output and progress on standard error."""
-    method = _method(args)
-    source, out = Source(args.src.expanduser().resolve()), args.out.expanduser().absolute()
-    if out.resolve().is_relative_to(source.path) or source.path.is_relative_to(out.resolve()):
-        raise UsageError(f"OUT {out} and SRC {source.path} lie one in the other; name another OUT")
-    wanted = None if args.group_size == "channel" else int(args.group_size)
-    job = steps.Job(source, method, args.group_size, source.group_sizes(wanted))
-    made_from = {"--method": method, "--group-size": args.group_size}
-    if method == "gptq":
-        made_from |= {"--calibration": _identity(args.calibration), "--calibration-tokens": args.calibration_tokens}
-    texts = _texts(args, source)
+    """0 once OUT is complete, with the report on standard output and progress on standard error.
+
+    An interruption (Ctrl-C) is told in one line with what it leaves, and propagates.
+    """
+    workspace = None
     try:
+        method = _method(args)
+        src, out = source_and_out(args.src, args.out)
+        source = Source(src)
+        wanted = None if args.group_size == "channel" else int(args.group_size)
+        job = steps.Job(source, method, args.group_size, source.group_sizes(wanted))
+        made_from = {"--method": method, "--group-size": args.group_size}
+        if method == "gptq":
+            made_from |= {
+                "--calibration": _identity(args.calibration),
+                "--calibration-tokens": args.calibration_tokens,
+            }
+        texts = _texts(args, source)
         with torch.inference_mode(), Workspace(out, {**made_from, "source": source.identity()}) as workspace:
+            if (told := found(workspace)) is not None:
+                say(f"quantize: {told}")
             if not workspace.done(COMPLETE):
                 workspace.need(job.disk_bytes())
                 with progress("checking the source", job.tensor_bytes()[0]) as advance:
@@ -71,9 +80,14 @@ def run(args: argparse.Namespace) -> int:
                 _quantise(job, workspace, texts)
             workspace.publish(drop=[steps.layer_file(i) for i in range(source.layers)] if method == "gptq" else [])
         print(f"wrote {out}")
+    except KeyboardInterrupt:
+        say(f"quantize: interrupted: {kept(workspace)}")
+        raise
     except OSError as error:
-        cause = error.strerror or str(error)
-        raise UsageError(f"cannot write {out}: {cause}; put that right and run the same again to continue") from error
+        cause = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        raise UsageError(
+            f"cannot make {args.out}: {cause}; put that right and run the same again to continue"
+        ) from error
     return 0
 
 
@@ -114,10 +128,10 @@ def _quantise(job: steps.Job, workspace: Workspace, texts: Texts) -> None:
             shown = "one group per channel" if size == width else f"groups of {size}"
             say(f"quantize: {width} input channels do not divide into groups of {job.group_size}: {shown} instead")
     if texts["calibration"]:
-        with progress("calibrating layers", source.layers) as advance:
+        with progress("calibrating layers", steps.layers_work(job, workspace)) as advance:
             steps.calibrate_layers(job, workspace, texts["calibration"], advance)
     sizes = job.tensor_bytes()
-    with progress("writing shards", sizes[0]) as advance:
+    with progress("writing shards", steps.shards_work(job, workspace)) as advance:
         steps.write_shards(job, workspace, advance)
     steps.write_rest(job, workspace)
     rows = {row["name"]: row for step in workspace.rows.values() for row in step}

@@ -20,6 +20,10 @@ from kvcompile.tools.quantize_gptq import damped, solve
 from kvcompile.tools.quantize_model import ATTENTION, ATTENTION_OUT, MLP, MLP_OUT, LayerwiseModel, batches, replace
 
 
+class NotFinite(ArithmeticError):
+    """The text's hidden states, or their second moments, leave float32; the message says where."""
+
+
 class Calibrated(NamedTuple):
     """A quantised linear, and the relative error of its outputs on the calibration text."""
 
@@ -70,14 +74,17 @@ def calibrate(
 ) -> dict[str, Calibrated]:
     """Quantise the linears of `layer` in the order of the data, and move both streams behind the layer.
 
-    `group_size(in_features)` gives the group of a linear.
+    `group_size(in_features)` gives the group of a linear. Raises NotFinite where the text makes the model overflow.
     """
     exact, quantised = streams.exact, streams.quantised
     target = quantised_layer(layer, {})
     done: dict[str, Calibrated] = {}
 
     def fit(names: tuple[str, ...], inputs: Tensor, exact_inputs: Tensor) -> None:
-        moments = _Moments(inputs, exact_inputs)
+        try:
+            moments = _Moments(inputs, exact_inputs)
+        except NotFinite as error:
+            raise NotFinite(f"{error} of {', '.join(names)}") from error
         for name in names:
             linear = layer.get_submodule(name)
             weight = solve(moments.corrected(linear.weight), moments.hessian, group_size(linear.in_features))
@@ -98,6 +105,8 @@ def calibrate(
     normed = target.post_attention_layernorm(quantised), layer.post_attention_layernorm(exact)
     fit(MLP, *normed)
     finish(MLP_OUT, lambda part, x: part.mlp(x), *normed)
+    if not all(bool(torch.isfinite(stream).all()) for stream in (exact, quantised)):
+        raise NotFinite("the text gives hidden states beyond float32 behind it")
     return done
 
 
@@ -112,7 +121,10 @@ class _Moments:
             self.hessian.addmm_(seen.T, seen)
             self._cross.addmm_(seen.T, exact[part].flatten(0, 1) - seen)
         # The damping of the rounding is the ridge that keeps the correction from fitting the text's peculiarities.
-        self._root = torch.linalg.cholesky(damped(self.hessian).double())
+        ridged = damped(self.hessian)
+        if not bool(torch.isfinite(ridged).all() and torch.isfinite(self._cross).all()):
+            raise NotFinite("the text gives squares beyond float32 at the inputs")
+        self._root = torch.linalg.cholesky(ridged.double())
 
     def corrected(self, weight: Tensor) -> Tensor:
         """The float weight whose outputs on the inputs come closest to those of `weight`, [N, K], on the exact ones."""
@@ -134,6 +146,11 @@ def _output_error(linear: nn.Module, quantised: nn.Module, inputs: Tensor, exact
     lost = whole = 0.0
     for part in batches(inputs):
         wanted = linear(exact[part])
-        lost += (quantised(inputs[part]) - wanted).square().sum().item()
-        whole += wanted.square().sum().item()
+        lost += _squares(quantised(inputs[part]) - wanted)
+        whole += _squares(wanted)
     return (lost / whole) ** 0.5 if whole else 0.0
+
+
+def _squares(values: Tensor) -> float:
+    """The sum of squares, in float64: those of a float32 tensor may be beyond float32."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square().item()

@@ -35,7 +35,7 @@ def solve(
     arguments are not changed.
     """
     weight = weight.detach().float()
-    hessian = damped(hessian, damping)
+    hessian = damped(_scaled(hessian), damping)
     scale = channel_scale(weight, group_size, hessian.diagonal())
     units = (weight / scale[:, None]).T.contiguous()
     codes, s2, z = _pass(units.clone(), _inverse_root(hessian), group_size)
@@ -56,6 +56,15 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     diagonal[dead] = mean  # its row and column are zero: nothing is propagated from or to it
     diagonal += damping * diagonal + _FLOOR * mean
     return hessian
+
+
+def _scaled(hessian: Tensor) -> Tensor:
+    """`hessian` with a mean diagonal about 1, so that what it weighs stays in float32: which scale it has is free.
+
+    A power of 4, so that neither it nor its square root rounds anything.
+    """
+    exponent = math.frexp(hessian.diagonal().mean().item())[1]
+    return hessian * 2.0 ** -max(min(exponent // 2 * 2, 126), -126)  # a factor that float32 holds itself
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:

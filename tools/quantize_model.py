@@ -51,7 +51,8 @@ class LayerwiseModel:
         self._model.eval().requires_grad_(False)
         self._path = path
         self._read = read
-        self._head = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
+        own_head = "lm_head.weight" in names and not config.tie_word_embeddings
+        self._head = "lm_head.weight" if own_head else "model.embed_tokens.weight"
         self.layers = len(self._model.model.layers)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -23,6 +23,7 @@ from kvcompile.config import UsageError
 
 MANIFEST = "kvcompile_quantize.part.json"
 COMPLETE = "complete"  # the step after which only the rename is left
+LAYER_SUFFIX = ".part.safetensors"  # of the steps that are a calibrated layer; the others are shards
 
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype as safetensors writes it, shape
 
@@ -44,6 +45,7 @@ class Workspace:
             raise UsageError(f"OUT {out}: the folder {out.parent} does not exist; create it or name another")
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UsageError(f"{self.path} is in the way of a run that writes there; remove it")
+        self.found = self.path.exists()  # what another run has left
         self.path.mkdir(exist_ok=True)
         self._sizes: dict[str, int] = {}  # of the files written so far
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -63,9 +65,9 @@ class Workspace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A run that was refused before its first step was complete leaves nothing; any other can be continued."""
+        """A run that ends before its first step is complete leaves nothing; any other can be continued."""
         try:
-            if kind is not None and issubclass(kind, UsageError) and not self.rows:
+            if kind is not None and issubclass(kind, (UsageError, KeyboardInterrupt, SystemExit)) and not self.rows:
                 shutil.rmtree(self.path)
         finally:
             os.close(self._lock)
@@ -166,6 +168,34 @@ class Workspace:
         if name != MANIFEST:
             self._sizes[name] = path.stat().st_size
         path.rename(self.path / name)
+
+
+def kept(workspace: Workspace | None) -> str:
+    """What an interrupted run leaves, and what the same command will do; None: it had not begun to write."""
+    if workspace is None or not workspace.rows:
+        return "nothing is kept, as no step was finished; run the same again to start over"
+    if workspace.done(COMPLETE):
+        return "everything is written; " + ("run the same again to finish" if workspace.path.exists() else "it is done")
+    return f"{workspace.path} keeps the {_steps(workspace)} so far; run the same again to continue"
+
+
+def found(workspace: Workspace) -> str | None:
+    """Whether a run continues what an earlier one has left, and why it does not; None where there is nothing left."""
+    if not workspace.found:
+        return None
+    if workspace.done(COMPLETE):
+        return f"continues {workspace.path}, where everything is written already"
+    if workspace.rows:
+        return f"continues {workspace.path}, which has {_steps(workspace)} already"
+    return f"starts over: the earlier run in {workspace.path} had finished no shard and no layer"
+
+
+def _steps(workspace: Workspace) -> str:
+    """Such as "3 finished layers and 1 finished shard"."""
+    layers = sum(name.endswith(LAYER_SUFFIX) for name in workspace.rows)
+    counts = {"layer": layers, "shard": len(workspace.rows) - layers}
+    named = [f"{count} finished {what}{'s' * (count != 1)}" for what, count in counts.items() if count]
+    return " and ".join(named)
 
 
 def stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:

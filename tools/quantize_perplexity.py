@@ -36,7 +36,10 @@ class W4A8Linear(nn.Module):
 
 
 class Comparison(NamedTuple):
-    """Mean nats per token before and after, and their difference with its standard error over windows."""
+    """Mean nats per token before and after, and their difference with its standard error over windows.
+
+    Not finite for a model that overflows on the text; `as_json` then has null.
+    """
 
     tokens: int
     before: float
@@ -45,8 +48,10 @@ class Comparison(NamedTuple):
     standard_error: float | None  # None for a text of one window
 
     def as_json(self) -> dict[str, Any]:
-        perplexities = {"perplexity_before": math.exp(self.before), "perplexity_after": math.exp(self.after)}
-        return {**self._asdict(), **perplexities, "window_tokens": WINDOW}
+        perplexities = {"perplexity_before": _exp(self.before), "perplexity_after": _exp(self.after)}
+        numbers = {**self._asdict(), **perplexities, "window_tokens": WINDOW}
+        # JSON knows neither NaN nor infinity.
+        return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def tokens_of(file: Path, checkpoint: Path, flag: str, limit: int | None = None) -> list[int]:
@@ -99,7 +104,15 @@ def told(comparison: Comparison) -> str:
     """The comparison in a line."""
     error = "" if comparison.standard_error is None else f" +- {comparison.standard_error:.4f}"
     return (
-        f"perplexity on {comparison.tokens} tokens: {math.exp(comparison.before):.3f} before, "
-        f"{math.exp(comparison.after):.3f} after; {comparison.before:.4f} and {comparison.after:.4f} nats per token, "
+        f"perplexity on {comparison.tokens} tokens: {_exp(comparison.before):.3f} before, "
+        f"{_exp(comparison.after):.3f} after; {comparison.before:.4f} and {comparison.after:.4f} nats per token, "
         f"difference {comparison.difference:+.4f}{error}"
     )
+
+
+def _exp(nats: float) -> float:
+    """e^nats; infinity where a float does not hold it, NaN of NaN: a model that overflows has such a loss."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 QUIET_S = 5.0  # between two lines
 
@@ -21,28 +22,70 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
-    """`advance(n)` reports n more of `total` units of work, of any kind."""
-    console = Console(stderr=True)
+    """`advance(n)` reports n more of `total` units of work: units that each take about as long as any other."""
+    console, estimate = Console(stderr=True), Estimate(total)
     if not console.is_terminal:
-        yield _Lines(what, total).advance
+        yield _Lines(what, estimate).advance
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    left = TimeRemainingColumn(), TextColumn("left")
-    with Progress(*columns, *left, console=console) as bar:
+    with Progress(*columns, _Left(estimate), console=console) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda units: bar.advance(task, units)
+
+        def advance(units: int) -> None:
+            estimate.advance(units)
+            bar.advance(task, units)
+
+        yield advance
+
+
+class Estimate:
+    """The time that `total` units of work still take, at the speed of those that are done. Times in seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self._start = self._last = time.monotonic()
+
+    def advance(self, units: int) -> None:
+        self.done += units
+        self._last = time.monotonic()
+
+    def left(self) -> float | None:
+        """It runs down between two reports; None before the first one."""
+        if not self.done:
+            return None
+        behind = (self._last - self._start) * (self.total / self.done - 1)
+        return max(behind - (time.monotonic() - self._last), 0.0)
+
+
+class _Left(ProgressColumn):
+    max_refresh = 0.5
+
+    def __init__(self, estimate: Estimate) -> None:
+        super().__init__()
+        self._estimate = estimate
+
+    def render(self, task: Task) -> Text:
+        left = self._estimate.left()
+        return Text("" if left is None else f"{_time(left)} left")
 
 
 class _Lines:
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._tenths = what, total, 0, 0
-        self._start = self._told = time.monotonic()
+    def __init__(self, what: str, estimate: Estimate) -> None:
+        self._what, self._estimate, self._tenths, self._told = what, estimate, 0, time.monotonic()
 
     def advance(self, units: int) -> None:
-        self._done += units
-        now, tenths = time.monotonic(), 10 * self._done // self._total
+        self._estimate.advance(units)
+        now, tenths = time.monotonic(), 10 * self._estimate.done // self._estimate.total
         if tenths == self._tenths or now - self._told < QUIET_S:
             return
         self._tenths, self._told = tenths, now
-        left = (now - self._start) * (self._total / self._done - 1)
-        say(f"quantize: {self._what}: {10 * tenths} %, {left:.0f} s left")
+        say(f"quantize: {self._what}: {10 * tenths} %, {_time(self._estimate.left() or 0.0)} left")
+
+
+def _time(seconds: float) -> str:
+    """Of 90 seconds: "1 min 30 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

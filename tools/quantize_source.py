@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcompile.config import UsageError
+from kvcompile.llama import ARCHITECTURES, expected, is_superfluous
 from kvcompile.ops.w4a8 import legal_group
 from kvcompile.tools import checked_dir
-from kvcompile.tools.quantize_model import LINEARS
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 INDEX = "model.safetensors.index.json"
 
 _FLOATS = ("BF16", "F16", "F32")
+# Errors are squared and summed in float32: up to here the sum over a whole linear cannot overflow. Trained weights stay
+# below 1e4.
+LARGEST = 2.0**48
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
@@ -71,33 +73,55 @@ class TensorFiles:
 
 
 class Source(TensorFiles):
-    """An unquantised Llama-family checkpoint folder.
+    """An unquantised Llama-family checkpoint folder with exactly the tensors that its config.json says.
 
     `linears` maps the name of every linear inside the decoder layers (without ".weight") to (N, K). Raises UsageError,
-    in one line, for whatever else the folder may be.
+    in one line, for whatever else the folder may be. Only the headers of the weight files are read.
     """
 
     def __init__(self, path: Path) -> None:
         self.config = _config(path)
-        super().__init__(path, _shard_names(path))
-        layers = self.config.get("num_hidden_layers")
-        if not isinstance(layers, int) or layers < 1:
-            raise UsageError(f"{path / 'config.json'}: num_hidden_layers is {layers!r}; allowed is 1 or more")
-        self.layers = layers
-        self.linears = {
-            name: self._linear(name)
-            for name in (f"model.layers.{layer}.{part}" for layer in range(layers) for part in LINEARS)
-        }
+        files, indexed = _shard_names(path)
+        super().__init__(path, files)
+        absent = next((name for name, file in indexed.items() if name not in self.shards[file]), None)
+        if absent is not None:
+            raise UsageError(
+                f"{path / INDEX} has tensor {absent} in {indexed[absent]}, which does not hold it; "
+                "get the checkpoint again"
+            )
+        self.linears: dict[str, tuple[int, int]] = {}
+        allowed = set()
+        for name, shape, linear in expected(self.config, f"{path / 'config.json'}"):
+            self._refuse_other(name, shape, linear)
+            allowed.add(name)
+            if linear is not None:
+                self.linears[linear] = (shape[0], shape[1])
+        self.layers: int = self.config["num_hidden_layers"]
+        for name in sorted(self.names - allowed):
+            if not is_superfluous(name):
+                raise UsageError(
+                    f"SRC {path}: tensor {name} has no place in the {self.config['architectures'][0]} of config.json, "
+                    f"which has {self.layers} layers; correct config.json, or get the checkpoint again"
+                )
+            self._refuse_other(name, self.kind(name)[1])
 
     def check_finite(self, advance: Callable[[int], None]) -> None:
-        """Read everything once, telling `advance` the bytes. Raises UsageError, naming the tensor, for NaN or infinity.
+        """Read everything once, telling `advance` the bytes.
 
-        Ahead of the work, as a calibrated run would find out after hours.
+        Raises UsageError, naming the tensor, for NaN, infinity, or a linear's weight beyond what can be calculated
+        with. Ahead of the work, as a calibrated run would find out after hours.
         """
         for name in sorted(self.names):
             tensor = self.read(name)
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            ends = [end.item() for end in tensor.aminmax()]  # NaN if there is one
+            if not all(map(math.isfinite, ends)):
                 raise UsageError(f"SRC {self.path}: tensor {name} holds NaN or infinity; get the checkpoint again")
+            largest = max(map(abs, ends))
+            if name.removesuffix(".weight") in self.linears and largest > LARGEST:
+                raise UsageError(
+                    f"SRC {self.path}: tensor {name} holds {largest:.2g}; allowed are magnitudes up to {LARGEST:.2g}, "
+                    "as float32 does not hold the squares of larger ones; get the checkpoint again"
+                )
             advance(tensor.nbytes)
 
     def group_sizes(self, wanted: int | None) -> dict[int, int]:
@@ -127,21 +151,27 @@ class Source(TensorFiles):
         files = [*(self.path / file for file in self.shards), self.path / "config.json", *self.side_files()]
         return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
-    def _linear(self, name: str) -> tuple[int, int]:
-        tensor = f"{name}.weight"
-        if tensor not in self.names:
-            packed = sorted(other for other in self.names if other.startswith(f"{name}.") and other != f"{name}.bias")
+    def _refuse_other(self, name: str, shape: tuple[int, ...], linear: str | None = None) -> None:
+        """Raise UsageError unless there is a tensor `name` of that shape and of a float dtype."""
+        if name not in self.names:
+            parts = [] if linear is None else [n for n in self.names if n.startswith(f"{linear}.")]
+            packed = min((part for part in parts if not part.endswith(".bias")), default=None)
             if packed:
-                raise UsageError(f"{self.path}: holds {packed[0]}: it is quantised already; give the original")
-            raise UsageError(f"{self.path}: tensor {tensor} is missing from the weight files; get the checkpoint again")
-        dtype, shape = self.kind(tensor)
+                raise UsageError(f"{self.path}: holds {packed}: it is quantised already; give the original")
+            raise UsageError(f"{self.path}: tensor {name} is missing from the weight files; get the checkpoint again")
+        dtype, found = self.kind(name)
         if dtype not in _FLOATS:
             raise UsageError(
-                f"{self.path}: {tensor} is {dtype}: it is quantised already; allowed are {', '.join(_FLOATS)}"
+                f"{self.path}: tensor {name} is {dtype}; allowed are {', '.join(_FLOATS)}; give the original, "
+                "unquantised checkpoint"
             )
-        if len(shape) != 2:
-            raise UsageError(f"{self.path}: {tensor} has shape {list(shape)}; allowed is [outputs, inputs]")
-        return shape
+        if found != shape:
+            raise UsageError(
+                f"{self.path}: tensor {name} has shape {list(found)}, by config.json it has {list(shape)}; correct "
+                "config.json, or get the checkpoint again"
+            )
+        if 0 in shape:
+            raise UsageError(f"{self.path}: tensor {name} is empty; get the checkpoint again")
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -163,8 +193,12 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _shard_names(path: Path) -> list[str]:
-    """The files that hold the weights: those of the index; else model.safetensors; else all, which must be complete."""
+def _shard_names(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The files that hold the weights, and the file of each tensor where an index says so.
+
+    Those of the index; else model.safetensors; else all, which must be complete.
+    """
+    index: dict[str, str] = {}
     if (path / INDEX).is_file():
         index = _json(path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
@@ -185,13 +219,13 @@ def _shard_names(path: Path) -> list[str]:
     missing = next((file for file in files if not (path / file).is_file()), None)
     if missing:
         raise UsageError(f"SRC {path}: shard {missing} is missing; get the checkpoint again")
-    return files
+    return files, index
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read as JSON ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
         raise UsageError(f"{file} holds no JSON object; get the checkpoint again")

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcompile.config import UsageError
 from kvcompile.ops.w4a8 import W4A8Weight, quantize
 from kvcompile.tools import quantize_calibrate
 from kvcompile.tools.quantize_model import LayerwiseModel, windows
-from kvcompile.tools.quantize_output import Entry, Workspace, stored_bytes
+from kvcompile.tools.quantize_output import LAYER_SUFFIX, Entry, Workspace, stored_bytes
 from kvcompile.tools.quantize_progress import Advance
 from kvcompile.tools.quantize_report import Row, linear_row
 from kvcompile.tools.quantize_search import search
@@ -20,6 +21,10 @@ from kvcompile.tools.quantize_source import INDEX, Source, TensorFiles
 WINDOW = 512  # tokens of calibration text that see each other
 
 _WITHOUT_DATA = {"rtn": quantize, "search": search}
+# For the time left, and only roughly: what a weight takes, in bytes that are copied meanwhile; and what a layer takes
+# to be calibrated, in runs of both streams through it.
+_WEIGHT_WORK = {"rtn": 150, "search": 3000}
+_LAYER_WORK = 5
 
 
 @dataclass(frozen=True)
@@ -73,38 +78,65 @@ class Job:
         }
 
 
+def layers_work(job: Job, workspace: Workspace) -> int:
+    """What `calibrate_layers` will tell `advance` in all."""
+    return sum(1 if workspace.done(layer_file(i)) else _LAYER_WORK for i in range(job.source.layers))
+
+
+def shards_work(job: Job, workspace: Workspace) -> int:
+    """What `write_shards` will tell `advance` in all."""
+    shards = job.source.shards.items()
+    return sum(_work(job, *tensor) for shard, some in shards if not workspace.done(shard) for tensor in some.items())
+
+
+def _work(job: Job, name: str, kind: tuple[str, tuple[int, ...]]) -> int:
+    """Of one tensor of a shard, in bytes copied."""
+    shape = job.source.linears.get(name.removesuffix(".weight"))
+    if shape is None or job.method not in _WEIGHT_WORK:
+        return stored_bytes(*kind)
+    return _WEIGHT_WORK[job.method] * shape[0] * shape[1]
+
+
 def calibrate_layers(job: Job, workspace: Workspace, tokens: list[int], advance: Advance) -> None:
-    """Quantise layer by layer, each to a file of its own; layers that are done are only run."""
+    """Quantise layer by layer, each to a file of its own; layers that are done are only run.
+
+    Raises UsageError, naming the layer, for a text on which the model's numbers overflow.
+    """
     source = job.source
     model = LayerwiseModel(source.path, source.read, source.names)
     streams = quantize_calibrate.Streams(model.embed(windows(tokens, WINDOW)))
     for index in range(source.layers):
         layer, prefix, file = model.layer(index), f"model.layers.{index}.", layer_file(index)
+        work = 1 if workspace.done(file) else _LAYER_WORK
         if workspace.done(file):
             files = TensorFiles(workspace.path, [file])
             linears = [name for name in source.linears if name.startswith(prefix)]
             weights = {name.removeprefix(prefix): read_linear(files, name) for name in linears}
             streams.advance(model, layer, quantize_calibrate.quantised_layer(layer, weights))
         else:
-            done = quantize_calibrate.calibrate(model, layer, streams, job.group_sizes.__getitem__)
+            try:
+                done = quantize_calibrate.calibrate(model, layer, streams, job.group_sizes.__getitem__)
+            except quantize_calibrate.NotFinite as error:
+                raise UsageError(
+                    f"SRC {source.path}: decoder layer {index} cannot be calibrated: {error}; get the checkpoint "
+                    "again, or use --method search, which runs no text"
+                ) from error
             rows = [
                 linear_row(prefix + part, layer.get_submodule(part).weight, *result) for part, result in done.items()
             ]
             entries = [entry for part in done for entry in job.parts(prefix + part)]
             workspace.write_tensors(file, entries, (tensor for result in done.values() for tensor in result.weight))
             workspace.finish(file, rows)
-        advance(1)
+        advance(work)
 
 
 def write_shards(job: Job, workspace: Workspace, advance: Advance) -> None:
-    """Write every output shard that is not done yet; `advance` is told the number of weights."""
+    """Write every output shard that is not done yet; `advance` is told the work, by `shards_work`."""
     calibrated = None
     if job.method == "gptq":
         calibrated = TensorFiles(workspace.path, [layer_file(index) for index in range(job.source.layers)])
-    for shard, tensors in job.source.shards.items():
-        sizes = [stored_bytes(*kind) for kind in tensors.values()]
+    for shard in job.source.shards:
         if workspace.done(shard):
-            advance(sum(sizes))
             continue
         rows: list[Row] = []
         workspace.write_tensors(shard, job.entries(shard), _tensors(job, shard, calibrated, rows, advance))
@@ -123,7 +155,7 @@ def write_rest(job: Job, workspace: Workspace) -> None:
 
 def layer_file(index: int) -> str:
     """The file of OUT.part that holds a calibrated layer until the shards are written."""
-    return f"layer-{index:04}.part.safetensors"
+    return f"layer-{index:04}{LAYER_SUFFIX}"
 
 
 def read_linear(files: TensorFiles, linear: str) -> W4A8Weight:
@@ -146,4 +178,4 @@ def _tensors(
             quantised = quantise(weight, job.group_sizes[weight.shape[1]])
             rows.append(linear_row(linear, weight, quantised))
             yield from quantised
-        advance(stored_bytes(*kind))
+        advance(_work(job, name, kind))

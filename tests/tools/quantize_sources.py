@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kvcompile import cli
 from kvcompile.ops.w4a8 import W4A8Weight
 
 LAYERS, HIDDEN, MLP, HEAD, VOCAB = 2, 128, 192, 64, 256
@@ -40,7 +41,9 @@ CONFIG = {
 }
 
 
-def tensors(*, dtype=torch.bfloat16, tied=True, bias=False, head_norms=False, seed=0) -> dict[str, torch.Tensor]:
+def tensors(
+    *, dtype=torch.bfloat16, tied=True, bias=False, head_norms=False, seed=0, layers=LAYERS, mlp=MLP
+) -> dict[str, torch.Tensor]:
     """The state of the model of CONFIG. Norms are float32, whatever `dtype`: it must be kept."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,8 +51,9 @@ def tensors(*, dtype=torch.bfloat16, tied=True, bias=False, head_norms=False, se
         return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
     state = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for part, shape in KINDS.items():
+            shape = tuple(mlp if size == MLP else size for size in shape)
             state[f"model.layers.{layer}.{part}.weight"] = normal(*shape, scale=shape[1] ** -0.5)
             if bias and part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
                 state[f"model.layers.{layer}.{part}.bias"] = normal(shape[0])
@@ -103,6 +107,16 @@ def linear_names() -> list[str]:
 
 def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def refused(tmp_path: Path, capsys, *arguments) -> str:
+    """The one line that a refused run writes; it must leave nothing."""
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(["quantize", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvcompile: error: ") and err.count("\n") == 1, err
+    assert sorted(tmp_path.iterdir()) == before
+    return err
 
 
 def _write_tokenizer(folder: Path) -> None:

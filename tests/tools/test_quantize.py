@@ -41,7 +41,8 @@ def test_rounding_writes_what_the_operator_rounds_to(tmp_path, shards, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_everything_but_the_linears_is_kept_bit_for_bit_with_its_dtype(tmp_path, tied):
     state = sources.tensors(tied=tied, bias=True)
-    out = _quantize(sources.write(tmp_path / "s", state, tie_word_embeddings=tied), tmp_path / "o", "--method", "rtn")
+    source = sources.write(tmp_path / "s", state, tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"])
+    out = _quantize(source, tmp_path / "o", "--method", "rtn")
     kept = {
         name: tensor for name, tensor in state.items() if name.removesuffix(".weight") not in sources.linear_names()
     }
@@ -138,13 +139,13 @@ def test_search_and_rounding_import_no_transformers(tmp_path):
 
 
 def test_memory_stays_below_two_shards(tmp_path):
-    state = {f"model.layers.0.extra_{i}.weight": torch.zeros(2048, 1024) for i in range(48)}  # 8 MiB each
-    large = sources.write(tmp_path / "large", {**state, **sources.tensors()}, shards=4)
+    state = sources.tensors(layers=16, mlp=16384)  # 48 tensors of 8 MiB
+    large = sources.write(tmp_path / "large", state, shards=4, num_hidden_layers=16, intermediate_size=16384)
     shard = max(file.stat().st_size for file in large.glob("*.safetensors"))
     small = sources.write(tmp_path / "small")
     code = (
         "import sys; from resource import RUSAGE_SELF, getrusage; from kvcompile import cli\n"
-        "def peak(source): assert cli.main(['quantize', source, source + '-out']) == 0;"
+        "def peak(source): assert cli.main(['quantize', source, source + '-out', '--method', 'rtn']) == 0;"
         " return getrusage(RUSAGE_SELF).ru_maxrss\n"
         "before = peak(sys.argv[1]); print((peak(sys.argv[2]) - before) * 1024)"
     )

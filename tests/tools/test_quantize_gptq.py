@@ -42,6 +42,14 @@ def test_outputs_are_nearer_than_by_rounding_or_search(group_size):
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
+def test_the_scale_of_the_second_moments_does_not_matter(scale):
+    inputs, weight = _inputs(), _weight()
+    hessian = inputs.T @ inputs
+    for mine, wanted in zip(solve(weight, hessian * scale, 64), solve(weight, hessian, 64), strict=True):
+        assert torch.equal(mine, wanted)
+
+
 def test_coordinate_descent_only_ever_helps():
     inputs, weight = _inputs(), _weight()
     hessian = inputs.T @ inputs

@@ -1,0 +1,44 @@
+"""SRC and OUT of the commands that make a checkpoint folder out of another, as the user typed them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvcompile.config import UsageError
+
+
+def source_and_out(src: Path, out: Path) -> tuple[Path, Path]:
+    """Both absolute, SRC without symbolic links; neither need exist.
+
+    Raises UsageError for a path that the system cannot follow (a loop of links, too long a name, a `~` of nobody), and
+    for two that lie one in the other.
+    """
+    source, target = _followed("SRC", src).resolve(), _expanded("OUT", out)
+    if not target.name:
+        raise UsageError(f"OUT {target} exists; name a new folder")
+    parent = _followed("OUT", target.parent)
+    _followed("OUT", target.with_name(f"{target.name}.part"), links=False)
+    real = parent.resolve() / target.name
+    if real.is_relative_to(source) or source.is_relative_to(real):
+        raise UsageError(f"OUT {target} and SRC {source} lie one in the other; name another OUT")
+    return source, target
+
+
+def _expanded(name: str, path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise UsageError(f"{name} {path}: {error}; give the folder's full path") from error
+
+
+def _followed(name: str, path: Path, *, links: bool = True) -> Path:
+    """`path` in full, once the system has said what is there, or that nothing is."""
+    path = _expanded(name, path)
+    try:
+        os.stat(path, follow_symlinks=links)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # each command says itself what it misses
+    except OSError as error:
+        raise UsageError(f"{name} {path}: {error.strerror}; name another folder") from error
+    return path
