@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +31,7 @@ import torch.fx
 import kvcompile.ops
 import kvcompile.ops.kv8
 import kvcompile.passes
+from kvcompile.passes.attention_swap import AttentionSwap
 from kvcompile.passes.norm_quant import NormQuant
 from kvcompile.passes.result import PassResult
 from kvcompile.passes.swiglu_quant import SwigluQuant
@@ -43,8 +45,9 @@ class PassError(RuntimeError):
     """A pass matched nothing although the graph holds what it is for, and the configuration is strict."""
 
 
-# In the order in which they run. A quantiser has one producer, so neither of these takes a site from the other.
-PASSES: tuple[type, ...] = (NormQuant, SwigluQuant)
+# In the order in which they run. A quantiser has one producer, so neither of the fusions takes a site from the other;
+# the swap comes last, so that a pass in front of it still finds attention by vLLM's name.
+PASSES: tuple[type, ...] = (NormQuant, SwigluQuant, AttentionSwap)
 
 
 class Observer(Protocol):
@@ -111,7 +114,7 @@ class PassPipeline:
             message = f"{message} ({'; '.join(result.refused[:_REASONS])})"
         if self._config["strict"]:
             raise PassError(f"{message} (strict=true)")
-        logger.warning("kvcompile %s; the model runs unfused there", message)
+        logger.warning("kvcompile %s; the model runs without it there", message)
 
     def uuid(self) -> str:
         """Identity for compile caches, sha256 hex: passes in order, their sources, the configuration, operator schemas.
@@ -138,10 +141,13 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 @cache
-def source_hash() -> str:
-    """sha256 hex over path and content of every source file that can change a graph or what an operator computes."""
+def source_hash(*packages: ModuleType) -> str:
+    """sha256 hex over path and content of every source file of `packages`.
+
+    Without any: of what can change a graph or what an operator computes, as far as that is no affair of vLLM's.
+    """
     digest = hashlib.sha256()
-    for package in (kvcompile.ops, kvcompile.passes):
+    for package in packages or (kvcompile.ops, kvcompile.passes):
         root = Path(package.__file__).parent
         for path in sorted(p for p in root.rglob("*") if p.suffix in {".py", ".cu", ".cuh"}):
             digest.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from typing import Any
 
 import torch.fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
 
+import kvcompile.integrations.vllm
+import kvcompile.integrations.vllm.attention_op  # registers what a pass puts into graphs
 from kvcompile.integrations.vllm.vector_isa import remember_checks
-from kvcompile.passes.pipeline import PassPipeline
+from kvcompile.passes.pipeline import PassPipeline, source_hash
 
 logger = init_logger("vllm.kvcompile")
 
@@ -45,14 +49,17 @@ class KVCompilePass(InductorPass):
         return self._pipeline
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        nodes = len(graph.nodes)
+        nodes, start = len(graph.nodes), time.perf_counter()
         results = self.pipeline(graph)
         logger.info(
-            "kvcompile passes: graph %d, %d nodes: %s",
+            "kvcompile passes: graph %d, %d nodes, %.1f ms: %s",
             self.pipeline.graphs_seen,
             nodes,
+            (time.perf_counter() - start) * 1000,
             ", ".join(f"{r.name} {r.matched} of {r.candidates}" for r in results) or "all passes are switched off",
         )
 
     def uuid(self) -> str:
-        return self.pipeline.uuid()
+        """The pipeline's, and the sources of this package: its linear method and backend decide what is in a graph."""
+        sources = source_hash(kvcompile.integrations.vllm)
+        return hashlib.sha256(f"{self.pipeline.uuid()} {sources}".encode()).hexdigest()

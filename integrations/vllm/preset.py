@@ -20,6 +20,7 @@ from kvcompile.config import Kv8Config, KVCompileConfig, UsageError, resolve, to
 from kvcompile.config_sources import FLAG_SOURCE
 from kvcompile.integrations.vllm import checks, compat, report
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
+from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.integrations.vllm.request import Request
 from kvcompile.presets import NAME, refuse_unavailable
@@ -50,6 +51,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
         notes["linear"] = "linear.enabled=false"
     _check_model_first(args, with_kv8="kv8" not in notes, with_linear="linear" not in notes)
     config = _build(args, build)
+    split_where_vllm_splits(config.compilation_config)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
         _refuse_inactive(resolved.config, report.in_the_way(config, notes))
@@ -126,7 +128,12 @@ def _apply_passes(args: EngineArgs, request: Request, config: KVCompileConfig, n
     if PASS_KEY in compilation.inductor_compile_config:
         notes["passes"] = f"{PASS_KEY} given"
     else:
-        compilation.inductor_compile_config[PASS_KEY] = KVCompilePass(to_dict(config))
+        options = to_dict(config)
+        if "kv8" in notes or _backend(args) is not AttentionBackendEnum.CUSTOM:
+            # Not ours is the attention of these layers. The pass's identity says so too, as it must: the same graph
+            # is compiled to another one then.
+            options["passes"]["attention_swap"] = False
+        compilation.inductor_compile_config[PASS_KEY] = KVCompilePass(options)
     if current_platform.is_cpu() and compilation.pass_config.fuse_rope_kvcache_cat_mla is None:
         # vLLM turns this MLA fusion on with graph partition, and on a CPU it then fails on a name that is not there.
         compilation.pass_config.fuse_rope_kvcache_cat_mla = False

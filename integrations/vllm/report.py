@@ -7,10 +7,13 @@ from collections.abc import Mapping
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
-from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
+
+_SWAP = "attention_swap"
 
 
 def startup_line(config: VllmConfig, notes: Mapping[str, str]) -> str:
@@ -36,12 +39,12 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
 
     Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
     way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse. Nor has it
-    where every pass is switched off.
+    where every pass is switched off, or all but the attention swap, whose work is done without it too.
     """
     off = why_not(config, notes)
     if config.model_config.quantization != W4A8_QUANTIZATION:
         off.pop("linear", None)
-    if not _switched_on(config):
+    if not set(_switched_on(config)) - {_SWAP}:
         off.pop("passes", None)
     return off
 
@@ -66,8 +69,30 @@ def _passes(config: VllmConfig) -> tuple[str, str | None]:
     on = _switched_on(config)
     if not on:
         return "", "every pass is switched off"
-    nothing = "" if config.model_config.quantization == W4A8_QUANTIZATION else ", without W4A8 linears nothing to fuse"
-    return f"{' and '.join(on)} in VLLM_COMPILE{nothing}", None
+    no_swap = _no_swap(config) if _SWAP in on else None
+    if no_swap is not None:
+        on.remove(_SWAP)
+        no_swap = f"no {_SWAP}: {no_swap}"
+        if not on:
+            return "", no_swap
+    fusions = set(on) - {_SWAP} and config.model_config.quantization != W4A8_QUANTIZATION
+    said = [
+        f"{' and '.join(on)} in VLLM_COMPILE",
+        *(["without W4A8 linears nothing to fuse"] if fusions else []),
+        *([no_swap] if no_swap else []),
+    ]
+    return ", ".join(said), None
+
+
+def _no_swap(config: VllmConfig) -> str | None:
+    """Why the pass that swaps the attention operator has nothing to swap; None if it has."""
+    compilation = config.compilation_config
+    ours = config.cache_config.cache_dtype == KV8_CACHE_DTYPE
+    if not ours or config.attention_config.backend is not AttentionBackendEnum.CUSTOM:
+        return "attention is not kvcompile's"
+    if compilation.splitting_ops and not compilation.use_inductor_graph_partition:
+        return "graphs are split at attention, where its backend does the same"
+    return None
 
 
 def _switched_on(config: VllmConfig) -> list[str]:

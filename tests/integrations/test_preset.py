@@ -241,7 +241,8 @@ def test_the_configuration_reaches_another_process_whole(build):
 
 
 def test_the_compile_cache_key_changes_with_every_option(build):
-    changes = ({}, {"strict": True}, {"passes": {"norm_quant": False}}, {"passes": {"swiglu_quant": False}})
+    passes = ({"passes": {name: False}} for name in ("norm_quant", "swiglu_quant", "attention_swap"))
+    changes = ({}, {"strict": True}, *passes)
     hashes = [build(additional_config=_options(**change)).compute_hash() for change in changes]
     assert len(set(hashes)) == len(changes)
     assert build().compute_hash() == hashes[0]
@@ -249,5 +250,5 @@ def test_the_compile_cache_key_changes_with_every_option(build):
 
 def test_the_compile_cache_key_changes_with_the_sources_of_the_passes(build, monkeypatch):
     before = build().compute_hash()
-    monkeypatch.setattr(pipeline, "source_hash", lambda: "of edited sources")
+    monkeypatch.setattr(pipeline, "source_hash", lambda *packages: "of edited sources")
     assert build().compute_hash() != before

@@ -15,7 +15,10 @@ from kvcompile.presets import MODULES, compilation_config
 
 VERSION = f"kvcompile {kvcompile.__version__}: "
 KV8 = "kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators)"
-PASSES = "passes (norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse)"
+FUSIONS = "norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse"
+SPLIT = "no attention_swap: graphs are split at attention, where its backend does the same"
+PASSES = f"passes ({FUSIONS}, {SPLIT})"
+NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}
 MISSING = ", ".join(f"{part} (not in this version)" for part in ("prune", "scheduler", "offload"))
 MISSING = f"linear (the checkpoint is not quantised), {MISSING}"
 
@@ -37,8 +40,12 @@ PASSES_OFF: dict[str, tuple[dict[str, Any], str]] = {
         "post_grad_custom_post_pass given",
     ),
     "switches": (
-        {"additional_config": {"kvcompile": {"passes": {"norm_quant": False, "swiglu_quant": False}, "strict": True}}},
+        {"additional_config": {"kvcompile": {"passes": NO_PASSES, "strict": True}}},
         "every pass is switched off",
+    ),
+    "the swap alone": (
+        {"additional_config": {"kvcompile": {"passes": {**NO_PASSES, "attention_swap": True}, "strict": True}}},
+        SPLIT,
     ),
 }
 
@@ -73,7 +80,8 @@ def test_with_everything_on_an_unquantised_checkpoint_gets_all_but_linear(line):
 
 @pytest.mark.parametrize(("fields", "why"), KV8_OFF.values(), ids=KV8_OFF)
 def test_the_line_says_why_the_cache_is_vllms_own(line, fields, why):
-    assert line(**fields) == f"{VERSION}active: {PASSES}; not active: kv8 ({why}), {MISSING}"
+    passes = f"passes ({FUSIONS}, no attention_swap: attention is not kvcompile's)"
+    assert line(**fields) == f"{VERSION}active: {passes}; not active: kv8 ({why}), {MISSING}"
 
 
 @pytest.mark.parametrize(("fields", "why"), PASSES_OFF.values(), ids=PASSES_OFF)
@@ -83,7 +91,29 @@ def test_the_line_says_why_no_pass_runs(line, fields, why):
 
 def test_the_line_names_the_passes_that_are_on(line):
     said = line(additional_config={"kvcompile": {"passes.norm_quant": False}})
-    assert "passes (swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse)" in said
+    assert f"passes (swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse, {SPLIT})" in said
+
+
+def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
+    assert f"passes ({FUSIONS});" in line(additional_config={"kvcompile": {"passes.attention_swap": False}})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"use_inductor_graph_partition": True}, {"splitting_ops": []}],
+    ids=["graph partition", "one graph"],
+)
+def test_where_the_graphs_hold_attention_the_swap_is_among_the_passes(line, fields):
+    every = "norm_quant and swiglu_quant and attention_swap in VLLM_COMPILE, without W4A8 linears nothing to fuse"
+    assert f"passes ({every});" in line(compilation_config=fields)
+
+
+def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
+    said = line(
+        compilation_config={"use_inductor_graph_partition": True},
+        additional_config={"kvcompile": {"passes": {**NO_PASSES, "attention_swap": True}}},
+    )
+    assert "passes (attention_swap in VLLM_COMPILE);" in said
 
 
 def test_with_everything_off_the_line_says_that_nothing_is_active(line):

@@ -116,8 +116,8 @@ def _uuid_of_edited_sources() -> str:
 def test_the_built_in_passes_leave_a_graph_alone_that_has_no_quantiser():
     ours = PassPipeline(CONFIG)
     graph = _graph(torch.neg)
-    assert ours.order == ("norm_quant", "swiglu_quant")
-    assert ours(graph) == [PassResult("norm_quant", 0, 0), PassResult("swiglu_quant", 0, 0)]
+    assert ours.order == ("norm_quant", "swiglu_quant", "attention_swap")
+    assert ours(graph) == [PassResult(name, 0, 0) for name in ours.order]
     assert ours.graphs_seen == 1
     assert _targets(graph) == [torch.neg]
 
@@ -179,7 +179,7 @@ def test_without_strict_a_pass_that_matches_nothing_is_one_warning_and_the_other
     assert _targets(graph) == [torch.abs]
     assert warnings == [
         "WARNING: kvcompile pass attention_swap matched none of 1 candidate sites in graph 1: its pattern does not fit "
-        "this graph; the model runs unfused there"
+        "this graph; the model runs without it there"
     ]
 
 
@@ -263,20 +263,24 @@ def test_the_uuid_changes_when_an_operator_is_registered():
 def test_operators_of_others_are_not_in_the_uuid():
     schemas = pipeline.operator_schemas()
     assert schemas == sorted(schemas)
-    assert [s.partition("(")[0] for s in schemas if "kv8" in s] == ["kvcompile::kv8_attention", "kvcompile::kv8_store"]
+    names = [s.partition("(")[0] for s in schemas]
+    assert [name for name in names if "::kv8" in name] == ["kvcompile::kv8_attention", "kvcompile::kv8_store"]
     assert all(s.startswith("kvcompile::") for s in schemas)
 
 
 OTHER_PROCESS = """
 import json, sys
-from kvcompile.passes.pipeline import PassPipeline
-first = PassPipeline(json.loads(sys.argv[1])).uuid()
+from kvcompile.integrations.vllm.inductor_pass import KVCompilePass
+first = KVCompilePass(json.loads(sys.argv[1])).uuid()
 import kvcompile.ops.kv8
-print(first, PassPipeline(json.loads(sys.argv[1])).uuid())
+import vllm.model_executor.layers.attention
+print(first, KVCompilePass(json.loads(sys.argv[1])).uuid())
 """
 
 
 def test_the_uuid_is_the_same_in_another_process_whatever_it_has_imported():
+    from kvcompile.integrations.vllm.inductor_pass import KVCompilePass
+
     done = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, json.dumps(CONFIG)],
         env={**os.environ, "PYTHONHASHSEED": "7"},
@@ -285,7 +289,8 @@ def test_the_uuid_is_the_same_in_another_process_whatever_it_has_imported():
         timeout=120,
         check=True,
     )
-    assert done.stdout.split() == [PassPipeline(CONFIG).uuid()] * 2
+    # vLLM writes to the standard output too.
+    assert done.stdout.split()[-2:] == [KVCompilePass(CONFIG).uuid()] * 2
 
 
 def test_vllm_takes_the_pipeline_as_an_inductor_pass():
@@ -296,11 +301,39 @@ def test_vllm_takes_the_pipeline_as_an_inductor_pass():
     ours = KVCompilePass(CONFIG)
     assert isinstance(ours, InductorPass)
     assert PASS_KEY == "post_grad_custom_post_pass"
-    assert ours.uuid() == PassPipeline(CONFIG).uuid()
     graph = _graph(torch.neg)
     assert ours(graph) is None
     assert ours.pipeline.graphs_seen == 1
     assert _targets(graph) == [torch.neg]
+
+
+def test_the_identity_that_vllm_sees_covers_the_sources_that_reach_into_vllm_too(sources, monkeypatch):
+    import kvcompile.integrations.vllm as integration
+    from kvcompile.integrations.vllm.inductor_pass import KVCompilePass
+
+    folder = Path(integration.__file__).parent
+    shutil.copytree(folder, sources / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(integration, "__file__", str(sources / "vllm" / "__init__.py"))
+
+    def uuid() -> str:
+        pipeline.source_hash.cache_clear()
+        return KVCompilePass(CONFIG).uuid()
+
+    seen = {uuid()}
+    assert seen == {uuid()}
+    # What a linear puts into a graph, what registers the attention operator, and a pass.
+    for file in ("vllm/linear.py", "vllm/attention_op.py", "passes/attention_swap.py", "ops/w4a8/op.py"):
+        path = sources / file
+        path.write_bytes(path.read_bytes() + b"\n")
+        seen.add(uuid())
+    assert len(seen) == 5
+
+
+def test_the_attention_operators_schema_is_part_of_the_identity():
+    from kvcompile.integrations.vllm.inductor_pass import KVCompilePass
+
+    KVCompilePass(CONFIG)
+    assert [s for s in pipeline.operator_schemas() if s.startswith("kvcompile::pruned_kv8_attention(")] != []
 
 
 @pytest.mark.parametrize(

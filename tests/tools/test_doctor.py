@@ -102,6 +102,7 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
         "linear.enabled": (True, "default", "true or false"),
         "passes.norm_quant": (True, "default", "true or false"),
         "passes.swiglu_quant": (True, "default", "true or false"),
+        "passes.attention_swap": (True, "default", "true or false"),
         "strict": (False, "default", "true or false"),
     }
     assert report["modules"] == [
