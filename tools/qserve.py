@@ -42,6 +42,9 @@ def convert(tensors: dict[str, torch.Tensor]) -> W4A8Weight:
             f"has {', '.join(sorted(tensors))}; allowed are qweight and s1_scales with either s2_scales and s2_zeros "
             "or s1_szeros"
         )
+    for name in tensors.keys() & {"s1_scales", "s1_szeros"}:
+        if not tensors[name].is_floating_point():
+            raise ValueError(f"{name} is {tensors[name].dtype}; allowed is torch.float16")
     codes, s1 = _codes(tensors["qweight"]), tensors["s1_scales"].float()
     if s1.shape != (codes.shape[0],):
         raise ValueError(f"s1_scales is {list(s1.shape)}; allowed is [{codes.shape[0]}], one a row of qweight")
