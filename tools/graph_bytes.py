@@ -21,7 +21,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.nodes import is_view
+from kvcompile.passes.nodes import behind_views, is_view
 
 _aten = torch.ops.aten
 _GATHERS = {_aten.embedding.default: 0, _aten.index_select.default: 0, _aten.index.Tensor: 0}
@@ -54,7 +54,8 @@ def moved(node: Node, tokens: Any | None) -> dict[str, Any] | None:
     table = _GATHERS.get(node.target)
     total = _all(node)
     for index, source in enumerate(dict.fromkeys(node.all_input_nodes)):
-        total += _all(node if index == table else source)
+        if behind_views(source).target not in _UNFILLED:  # else there is nothing in it to be read
+            total += _all(node if index == table else source)
     return _split(total, tokens)
 
 

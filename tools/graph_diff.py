@@ -7,6 +7,7 @@ and why, operators and bytes of the whole model. Names of nodes, which shift wit
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def _flags(content: Document) -> dict[str, Any]:
     shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in {**settings, **ours}.items()}
     return {
         "model": content["model"],
-        "flags": " ".join(content["arguments"]) or "none",
+        "flags": shlex.join(content["arguments"]) or "none",
         **dict(sorted(shown.items())),
         "start-up line": content["startup_line"],
     }

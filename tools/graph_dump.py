@@ -1,4 +1,4 @@
-"""`kvcompile graph-dump`: what the FX passes do to a model's graphs, as text and as JSON.
+"""`kvcompile graph-dump`: what the FX passes do to a model's graphs, as text, as JSON and as a report to look at.
 
     kvcompile graph-dump MODEL [--out DIR] [flags of vllm serve ...]
     kvcompile graph-dump --diff A B
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import webbrowser
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from kvcompile.config import UsageError
-from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_summary, graph_text
+from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_report, graph_summary, graph_text
 
 DEFAULT_FOLDER = "kvcompile-graphs"
 
@@ -31,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Ours; what is left over goes to vLLM as it is."""
     parser.description = "Show what the FX passes do to the graphs of a model, or compare two such dumps."
     parser.usage = (
-        "kvcompile graph-dump MODEL [--out DIR] [--keep-log FILE] [flags of vllm serve ...]\n"
+        "kvcompile graph-dump MODEL [--out DIR] [--open-report] [--keep-log FILE] [flags of vllm serve ...]\n"
         "       kvcompile graph-dump --diff A B"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint folder or hub name, before vLLM's flags")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"folder that is written (default: {DEFAULT_FOLDER}, here)"
     )
+    parser.add_argument("--open-report", action="store_true", help="open the report in a browser afterwards")
     parser.add_argument("--keep-log", type=Path, metavar="FILE", help="write vLLM's log there, whatever happens")
     parser.add_argument(
         "--diff",
@@ -84,11 +86,13 @@ def run(args: argparse.Namespace) -> int:
     graph_summary.show(console, content)
     seconds = time.monotonic() - start
     console.print(f"Compiled cold, up to the passes, in {seconds:.0f} s. Written: {folder}", markup=False)
+    if args.open_report and not webbrowser.open((folder.absolute() / graph_folder.REPORT).as_uri()):
+        console.print(f"No browser was found: open {folder / graph_folder.REPORT} yourself.", markup=False)
     return 1 if content["faults"] else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
-    if args.model is not None or args.flags or args.out is not None or args.keep_log is not None:
+    if args.model is not None or args.flags or args.out is not None or args.keep_log is not None or args.open_report:
         raise UsageError("--diff compares two dumps that are there; give it alone: --diff A B")
     a, b = (graph_document.read(path) for path in args.diff)
     found = graph_diff.differences(a, b)
@@ -137,6 +141,7 @@ def _fill(into: Path, content: dict[str, Any], log: Path) -> None:
     graph_document.write(into / graph_document.FILE, content)
     for graph in content["graphs"]:
         graph_text.write(into / f"graph-{graph['number']}", graph)
+    (into / graph_folder.REPORT).write_text(graph_report.page(content), encoding="utf-8")
     shutil.copyfile(log, into / graph_folder.LOG)
 
 

@@ -63,12 +63,11 @@ def target(node: Node) -> str:
         return node.op if node.op == "output" else str(node.target)
     if node.target is operator.getitem:
         return "getitem"
-    overload = node.target
     if name := operator_name(node):
         shown = name.replace("::", ".")
-        if overload._schema.name != name:
-            return f"{overload.__name__}({shown})"
-        suffix = overload._overloadname
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return f"{node.target.__name__}({shown})"
+        suffix = node.target._overloadname
         return shown if suffix == "default" else f"{shown}.{suffix}"
     return getattr(node.target, "__name__", str(node.target))
 
@@ -88,7 +87,7 @@ def described(value: Any, tokens: Any | None) -> str:
         sizes = ", ".join(size_text(size, tokens) for size in value.shape)
         return f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
     if isinstance(value, tuple | list):
-        return f"({', '.join(described(item, tokens) for item in value)})"
+        return f"({', '.join(described(item, tokens) or 'None' for item in value)})"
     if isinstance(value, torch.SymInt):
         return size_text(value, tokens)
     return "" if value is None else type(value).__name__

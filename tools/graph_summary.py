@@ -57,7 +57,7 @@ def _sums(total: Mapping[str, Any]) -> Table:
     before, after = total["before"], total["after"]
     table = Table(title="The whole model", title_justify="left")
     for name in ("", "before", "after", "change"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
     rows = [
         ("operators", before["operators"], after["operators"]),
         ("bytes per token", before["bytes"]["token"], after["bytes"]["token"]),
