@@ -65,13 +65,13 @@ def _wrap_command_line() -> None:
 def _serve(cmd: Any) -> Any:
     @functools.wraps(cmd)
     def wrapped(args: argparse.Namespace) -> None:
-        from kvcompile.integrations.vllm import checks
         from kvcompile.integrations.vllm.request import request_of
 
-        if request_of(args.compilation_config) is None:
-            return cmd(args)
         try:
-            checks.refuse_before_serving(args)
+            if request_of(args.compilation_config) is not None:
+                from kvcompile.integrations.vllm import checks
+
+                checks.refuse_before_serving(args)
             return cmd(args)
         except UsageError as error:
             # Past sys.stderr, in front of whose lines vLLM puts the name and number of the process.
@@ -89,7 +89,7 @@ def _wrap_engine_config() -> None:
 
     @functools.wraps(create_engine_config)
     def wrapped(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from kvcompile.integrations.vllm import preset
+        from kvcompile.integrations.vllm import linear_report, preset
         from kvcompile.integrations.vllm.request import request_of
 
         request = request_of(self.compilation_config)
@@ -99,7 +99,9 @@ def _wrap_engine_config() -> None:
                     f'--additional-config has a "{NAME}" table but kvcompile is not asked for; '
                     f"add --compilation-config {NAME}, or remove the table"
                 )
-            return create_engine_config(self, *args, **kwargs)
+            config = create_engine_config(self, *args, **kwargs)
+            linear_report.say_what_is_off(config)
+            return config
         return preset.create_engine_config(self, request, lambda ready: create_engine_config(ready, *args, **kwargs))
 
     EngineArgs.create_engine_config = wrapped

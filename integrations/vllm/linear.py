@@ -165,6 +165,7 @@ class W4A8OnlineLinearMethod(_W4A8Linear):
     """
 
     uses_meta_device = True
+    rounds_while_loading = True
 
     def _register(
         self,

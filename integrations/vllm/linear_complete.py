@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
 from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import linear_report
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_loading import Arrivals, part_rows, refuse_missing
 
@@ -51,6 +52,7 @@ def refusing_incomplete(load_weights: LoadWeights) -> LoadWeights:
         with _watched_linears(model) as arrivals, _names_loaded(model) as loaded:
             load_weights(self, model, model_config)
         refuse_missing(_missing(model, arrivals, loaded))
+        linear_report.say_what_was_quantised(model)
 
     setattr(wrapped, _MARK, True)
     return wrapped

@@ -100,8 +100,10 @@ class W4A8Config(QuantizationConfig):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+        from kvcompile.integrations.vllm import linear_complete
         from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
 
+        linear_complete.install()  # vLLM asks this of every layer before it loads the first weight
         if isinstance(layer, RoutedExperts):
             raise UsageError(
                 f"layer {prefix}: W4A8 does not reach the experts of a mixture; serve the checkpoint without "

@@ -7,24 +7,22 @@ import functools
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from kvcompile.integrations.vllm import linear_complete
-
 
 def install() -> None:
-    """Wrap what vLLM does with such a checkpoint. Once per process; other models go through untouched."""
-    linear_complete.install()
-    _wrap_model_config()
+    """Look at a checkpoint's description of itself before vLLM does, and at the headers of its weights after that.
 
-
-def _wrap_model_config() -> None:
-    """Look at a checkpoint's description of itself before vLLM does."""
+    Once per process; other models go through untouched. What watches the loading is installed when a model with W4A8
+    linears is built (`W4A8Config.get_quant_method`): vLLM's loaders take most of a second to import.
+    """
     create_model_config = EngineArgs.create_model_config
 
     @functools.wraps(create_model_config)
     def wrapped(self: EngineArgs) -> ModelConfig:
-        from kvcompile.integrations.vllm import checks  # not at the top: a worker has no use for it
+        from kvcompile.integrations.vllm import checks, linear_headers  # not at the top: a worker has no use for them
 
         checks.refuse_malformed_description(self)
-        return create_model_config(self)
+        model = create_model_config(self)
+        linear_headers.refuse_damaged(model, self.load_format)
+        return model
 
     EngineArgs.create_model_config = wrapped

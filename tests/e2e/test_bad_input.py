@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvcompile.tools.server import group_alive
+from tests.e2e.w4a8_model import write_plain, write_quantised
 
 
 def _serve(model: str | Path, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -54,6 +56,10 @@ def results(
     (folder / "kv.toml").write_text("[kv8]\nenable = true\n")
     nowhere = folder / "nowhere"
     bare = "--skip-tokenizer-init"
+    damaged = write_quantised(folder / "w4a8", write_plain(folder / "plain"))
+    tensors = load_file(damaged / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.group_scales"]
+    save_file(tensors, damaged / "model.safetensors")
     with socket.socket() as holder, ThreadPoolExecutor(2) as pool:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -82,6 +88,11 @@ def results(
                 {},
                 ("too little memory", "512 tokens", "--max-model-len"),
             ),
+            "damaged W4A8": (
+                (damaged, bare),
+                {},
+                ("no tensor model.layers.1.mlp.up_proj.group_scales", "quantise or copy it anew"),
+            ),
         }
         assert list(cases) == CASES
         futures = {name: pool.submit(_serve, *command, **variables) for name, (command, variables, _) in cases.items()}
@@ -96,6 +107,7 @@ CASES = [
     "unknown key",
     "value out of range",
     "memory",
+    "damaged W4A8",
 ]
 
 

@@ -92,10 +92,11 @@ def parse(parser: FlexibleArgumentParser) -> Callable[..., CompilationConfig]:
 
 @pytest.fixture
 def engine_args(llama: Path) -> Callable[..., EngineArgs]:
-    """`engine_args(**fields)`: EngineArgs of the small Llama, not asking for kvcompile."""
+    """`engine_args(**fields)`: EngineArgs of the small Llama, not asking for kvcompile, with weights made up."""
 
     def make(**fields: Any) -> EngineArgs:
-        fields = {"model": llama, "skip_tokenizer_init": True, "kv_cache_memory_bytes": MEMORY, **fields}
+        common = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": MEMORY, "load_format": "dummy"}
+        fields = {"model": llama, **common, **fields}
         return EngineArgs(**{**fields, "model": str(fields["model"])})
 
     return make

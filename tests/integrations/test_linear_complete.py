@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,55 +19,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
 from kvcompile.config import UsageError
-from kvcompile.integrations.vllm import linear_complete
-from kvcompile.ops.w4a8 import quantize
+from kvcompile.integrations.vllm import linear_complete, linear_headers
+from kvcompile.integrations.vllm.linear_config import W4A8Config
+from tests.integrations.w4a8_checkpoints import DOWN, INTERMEDIATE, QKV, QWEN2, QWEN3, Tensors, described, tensors
 
-HIDDEN, INTERMEDIATE, HEAD, VOCABULARY = 128, 192, 64, 512
-LINEARS = {
-    "self_attn.q_proj": (2 * HEAD, HIDDEN),
-    "self_attn.k_proj": (HEAD, HIDDEN),
-    "self_attn.v_proj": (HEAD, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, 2 * HEAD),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-Tensors = dict[str, torch.Tensor]
 Load = Callable[..., torch.nn.Module]
-
-
-def _tensors(config: dict[str, Any], skipped: list[str], *, quantised: bool) -> Tensors:
-    """What a checkpoint of two layers has by its configuration."""
-    architecture = config.get("architectures", [""])[0]
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
-    if not config.get("tie_word_embeddings"):
-        tensors["lm_head.weight"] = torch.randn(VOCABULARY, HIDDEN)
-    for i in range(2):
-        layer = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{norm}.weight"] = torch.ones(HIDDEN)
-        if architecture == "Qwen3ForCausalLM":
-            tensors |= {f"{layer}.self_attn.{x}_norm.weight": torch.ones(HEAD) for x in "qk"}
-        for name, shape in LINEARS.items():
-            full, weight = f"{layer}.{name}", torch.randn(shape)
-            if quantised and full not in skipped:
-                tensors |= {f"{full}.{field}": t for field, t in quantize(weight, 64)._asdict().items()}
-            else:
-                tensors[f"{full}.weight"] = weight
-            if architecture == "Qwen2ForCausalLM" and name in (
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-            ):
-                tensors[f"{full}.bias"] = torch.ones(shape[0])
-    return {name: tensor.bfloat16() if tensor.dim() and _is_plain(name) else tensor for name, tensor in tensors.items()}
-
-
-def _is_plain(name: str) -> bool:
-    return name.endswith((".weight", ".bias"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +36,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture(autouse=True)
+def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the headers show is refused before an engine starts; here it is the loader that must see it."""
+    monkeypatch.setattr(linear_headers, "refuse_damaged", lambda *_: None)
 
 
 @pytest.fixture
@@ -96,22 +59,14 @@ def load(checkpoint: Callable[..., Path], engine_args: Callable[..., EngineArgs]
         extra: Tensors | None = None,
         **changes: Any,
     ) -> torch.nn.Module:
-        described = {
-            "quant_method": "kvcompile_w4a8",
-            "format": 1,
-            "group_size": 64,
-            "group_sizes": {"128": 64, "192": 64},
-            "method": "rtn",
-            "modules_to_not_convert": list(skipped),
-        }
         changes = {"intermediate_size": INTERMEDIATE, **changes}
-        folder = checkpoint(**changes, **({"quantization_config": described} if quantised else {}))
-        tensors = _tensors(changes, list(skipped), quantised=quantised)
+        folder = checkpoint(**changes, **({"quantization_config": described(skipped)} if quantised else {}))
+        given = tensors(changes, skipped, quantised=quantised)
         for name in lacking:
-            del tensors[name]
-        save_file({**tensors, **(extra or {})}, folder / "model.safetensors")
+            del given[name]
+        save_file({**given, **(extra or {})}, folder / "model.safetensors")
         fields = {"quantization": "kvcompile_w4a8"} if online else {}
-        config = engine_args(model=folder, **fields).create_engine_config()
+        config = engine_args(model=folder, load_format="auto", **fields).create_engine_config()
         with set_current_vllm_config(config):
             return get_model(vllm_config=config)
 
@@ -128,8 +83,6 @@ def _refused(load: Load, *lacking: str, **changes: Any) -> str:
     return message.removeprefix("the checkpoint has no tensor ").partition(";")[0]
 
 
-DOWN = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
-QKV = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
 ONLINE = {"quantised": False, "online": True}
 
 
@@ -255,7 +208,9 @@ def test_other_models_load_as_without_kvcompile(quantization):
 
 
 @pytest.mark.parametrize("loader", [DefaultModelLoader, RunaiModelStreamerLoader])
-def test_loaders_are_wrapped_as_soon_as_the_plugin_is_loaded(loader):
+def test_loaders_are_wrapped_as_soon_as_a_layer_is_built(loader, monkeypatch):
+    monkeypatch.setattr(loader, "load_weights", inspect.unwrap(loader.load_weights))
+    W4A8Config({128: 64}).get_quant_method(torch.nn.Module(), "model.norm")
     assert hasattr(loader.load_weights, "_kvcompile_refuses_incomplete")
 
 

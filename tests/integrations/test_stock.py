@@ -70,6 +70,7 @@ with open(sys.argv[2], "w") as file:
 def stock(llama: Path, hooks: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The same cases described in a process that loads no plugin."""
     common = {"model": str(llama), "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
+    common |= {"load_format": "dummy"}
     EngineArgs(**common).create_engine_config()  # leaves what vLLM knows of the model class where the process finds it
     cases = {name: {**common, **fields} for name, fields in CASES.items()}
     output = tmp_path_factory.mktemp("stock") / "described.json"
