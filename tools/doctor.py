@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcompile.config import UsageError, describe, resolve
-from kvcompile.tools.doctor_probes import Finding, everything
+from kvcompile.tools.doctor_finding import Finding
+from kvcompile.tools.doctor_probes import everything
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 

