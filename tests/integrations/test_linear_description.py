@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm import checks
 from kvcompile.integrations.vllm.linear_config import W4A8Config
-from tests.integrations.test_linear_config import QUANTISED
+from tests.integrations.w4a8_checkpoints import QUANTISED
 from tests.integrations.w4a8_layers import PARTS
 
 ALLOWED = (

@@ -11,7 +11,7 @@ import torch
 
 from kvcompile import __version__
 from kvcompile.integrations.vllm import linear_report
-from tests.integrations.test_linear_config import QUANTISED
+from tests.integrations.w4a8_checkpoints import QUANTISED
 from tests.integrations.w4a8_layers import HEAD, checkpoint_of, config_of, finish, layer_of, load, rank, weights
 
 

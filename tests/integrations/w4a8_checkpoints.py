@@ -21,6 +21,16 @@ LINEARS = {
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
+# Of the small Llama of conftest.py as it is: hidden 128 (2 heads of 64), intermediate 256.
+QUANTISED: dict[str, Any] = {
+    "quant_method": "kvcompile_w4a8",
+    "format": 1,
+    "group_size": 128,
+    "group_sizes": {"128": 128, "256": 64},
+    "method": "search",
+    "modules_to_not_convert": ["lm_head"],
+}
+
 Tensors = dict[str, torch.Tensor]
 DOWN = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 QKV = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")

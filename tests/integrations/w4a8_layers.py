@@ -1,4 +1,4 @@
-"""Single vLLM linears, as one rank of a tensor-parallel group has them, and what they should compute."""
+"""Single vLLM linears, as one rank of a tensor-parallel group has them, and what they should hold and compute."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ from vllm.model_executor.layers.linear import (
 )
 
 from kvcompile.integrations.vllm.linear_config import W4A8Config
-from kvcompile.ops.w4a8 import W4A8Weight, quantize
+from kvcompile.ops.w4a8 import W4A8Weight, quantize, unpack
 
 HEAD = 64
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+KINDS: dict[str, tuple[int, list[int]]] = {
+    "qkv_proj": (256, [4 * HEAD, 2 * HEAD, 2 * HEAD]),
+    "gate_up_proj": (256, [208, 208]),
+    "column": (192, [80]),
+    "down_proj": (512, [72]),
+}
+GROUPS = {256: 128, 192: 64, 512: 128}
 SHARDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "gate_proj": 0, "up_proj": 1}
 
 
@@ -111,3 +118,37 @@ def expected(
     x_q = (x.float() * (127 / largest.double()).float()).round()  # in fp32, torch would round 1 / largest first
     y = (x_q.double() @ int8.double().t()).float() * (largest / 127) * channel_scales
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def whole_weight(floats: dict[str, torch.Tensor], group: int) -> W4A8Weight:
+    """The quantised parts on top of each other."""
+    parts = [tensors.values() for tensors in checkpoint_of(floats, group).values()]
+    return W4A8Weight(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def loaded(
+    name: str, number: int = 0, ranks: int = 1, *, group: int | None = None, bias: bool = False
+) -> tuple[LinearBase, W4A8Weight]:
+    """One rank's part of the layer `name` of KINDS, and the weight over all ranks."""
+    width, sizes = KINDS[name]
+    group = group or GROUPS[width]
+    floats = weights(name, width, sizes)
+    with rank(number, ranks):
+        layer = layer_of(name, width, sizes, config_of(width, group), bias=bias)
+        load(layer, name, checkpoint_of(floats, group))
+        return finish(layer), whole_weight(floats, group)
+
+
+def plain_weight(layer: torch.nn.Module, columns: int) -> W4A8Weight:
+    """What the packed parameters of a layer hold, in the checkpoint's layout."""
+    rows = layer.channel_scales.shape[0]
+    return W4A8Weight(*unpack(layer.tiles, layer.group_params, rows, columns), layer.channel_scales.data)
+
+
+def assert_same(given: W4A8Weight, wanted: W4A8Weight) -> None:
+    for name, a, b in zip(W4A8Weight._fields, given, wanted, strict=True):
+        assert torch.equal(a, b), name
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(9)).to(dtype)
