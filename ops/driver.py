@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Numbers of cuda.h, which are part of the driver's ABI.
+INVALID_VALUE = 1
 INVALID_CONTEXT = 201
 MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 FUNC_SHARED_SIZE_BYTES = 1
@@ -36,6 +37,7 @@ class Driver:
         "cuDeviceGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
         "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
         "cuFuncGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
+        "cuFuncGetParamInfo": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
         "cuFuncSetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
         "cuGetErrorName": (ctypes.c_int, ctypes.c_void_p),
         "cuGetErrorString": (ctypes.c_int, ctypes.c_void_p),
@@ -55,7 +57,7 @@ class Driver:
                 function.restype = ctypes.c_int
                 setattr(self, name, function)
         except (OSError, AttributeError) as error:
-            raise NoDevice(f"the NVIDIA driver cannot be used ({error}): install one for CUDA 12 or later") from error
+            raise NoDevice(f"the NVIDIA driver cannot be used ({error}): install one for CUDA 12.4 or later") from error
 
     def check(self, result: int, what: str) -> None:
         """Raise RuntimeError with the driver's name and description of `result` unless it is success."""
@@ -78,6 +80,16 @@ class Driver:
         value = ctypes.c_int()
         self.check(getattr(self, name)(ctypes.addressof(value), *args), name)
         return value.value
+
+    def parameters(self, function: int) -> list[tuple[int, int]]:
+        """(offset, size) in bytes of each parameter of a kernel."""
+        found: list[tuple[int, int]] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        addresses = ctypes.addressof(offset), ctypes.addressof(size)
+        while (result := self.cuFuncGetParamInfo(function, len(found), *addresses)) != INVALID_VALUE:
+            self.check(result, "cuFuncGetParamInfo")
+            found.append((offset.value, size.value))
+        return found
 
     @contextlib.contextmanager
     def loading(self, index: int) -> Iterator[int]:

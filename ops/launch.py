@@ -64,8 +64,9 @@ def kernel(
 ) -> Kernel:
     """The `extern "C"` kernel `name` of `source` on `device`: compiled and loaded once per process, device and defines.
 
-    Raises ValueError for a signature that is none or a name that the source does not have, NoDevice, and what
-    `nvrtc.compile` raises. Call it before a CUDA graph capture where possible: it works within one, but may compile.
+    Raises ValueError for a signature that is not the kernel's or a name that the source does not have, NoDevice, and
+    what `nvrtc.compile` raises. Call it before a CUDA graph capture where possible: it works within one, but may
+    compile.
     """
     key = tuple(sorted((defines or {}).items()))
     return _kernel(source, name, _index_of(device), key, signature)
@@ -229,6 +230,7 @@ def _kernel(source: Path, name: str, index: int, defines: tuple[tuple[str, int |
     major, _ = _capability(torch.device("cuda", index))
     with driver.loading(index) as context:
         function = driver.pointer("cuModuleGetFunction", module, name.encode())
+        _check_signature(signature, driver.parameters(function), name)
         device = driver.number("cuDeviceGet", index)
         room = driver.number("cuDeviceGetAttribute", MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
         room -= driver.number("cuFuncGetAttribute", FUNC_SHARED_SIZE_BYTES, function)
@@ -236,6 +238,18 @@ def _kernel(source: Path, name: str, index: int, defines: tuple[tuple[str, int |
         result = driver.cuFuncSetAttribute(function, FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, room)
         driver.check(result, "cuFuncSetAttribute")
     return Kernel(driver, function, context, index, major, name, signature, binary.resources[name])
+
+
+def _check_signature(signature: str, parameters: list[tuple[int, int]], name: str) -> None:
+    """Raise ValueError unless the letters lie where the kernel has its parameters, (offset, size) each."""
+    given = [
+        (offset, struct.calcsize("@" + kind)) for offset, kind in zip(_layout(signature)[0], signature, strict=True)
+    ]
+    if given != parameters:
+        sizes = [size for _, size in parameters]
+        raise ValueError(
+            f"signature: given {signature!r}, but the parameters of {name} take {sizes} bytes, in this order"
+        )
 
 
 @functools.cache

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 COMMON_HEADERS = Path(__file__).parent
 # Line information costs nothing at run time and lets compute-sanitizer and profilers name lines.
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+# NVRTC has a cache of its own from this version on, and a program that it finds there has an empty log: no resources.
+_CACHES_FROM = (12, 9)
 MAGIC = b"kvcompile cubin 1\n"
 REMEDY = "install it with `pip install cuda-python nvidia-cuda-nvrtc` (both come with `kvcompile[cuda]`)"
 
@@ -66,9 +68,10 @@ def compile(source: Path, arch: str, defines: Mapping[str, int | str] | None = N
     """
     text = source.read_bytes()
     headers = _headers(source.parent)
-    options = [*OPTIONS, f"--gpu-architecture={arch}"]
+    version = _version()
+    options = [*OPTIONS, f"--gpu-architecture={arch}", *(["--no-cache"] if version >= _CACHES_FROM else [])]
     options += [f"--define-macro={name}={value}" for name, value in sorted((defines or {}).items())]
-    key = _key(_version(), source.name, text, headers, options)
+    key = _key("{}.{}".format(*version), source.name, text, headers, options)
     entry = f"{source.stem}-{arch}-{key.hex()[:32]}.cubin"
     found = _read(entry, key)
     if found is None:
@@ -192,14 +195,14 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _version() -> str:
+def _version() -> tuple[int, int]:
     nvrtc = _nvrtc()
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # cuda-python loads the library at the first call
         cause = str(error).strip().partition("\n")[0]
         raise CompilerMissing(f"the NVRTC library is needed to compile kernels ({cause}): {REMEDY}") from error
-    return f"{major}.{minor}"
+    return major, minor
 
 
 def _compile(source: Path, text: bytes, headers: Mapping[str, bytes], options: list[str]) -> tuple[bytes, str]:

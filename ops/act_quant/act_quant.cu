@@ -226,7 +226,13 @@ struct SiluMul {
     const unsigned short* up;
     int K;
 
-    static __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + expf(-v)); }
+    // v / (1 + 2^(-v log2 e)) by the hardware's approximations, each good to the last two bits of fp32; 1 + inf gives 0.
+    static __device__ __forceinline__ float silu(float v) {
+        float power, inverse;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * -1.442695041f));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+        return v * inverse;
+    }
 
     __device__ __forceinline__ Held read(Place at) const {
         const Eight g = load(gate, at, K), u = load(up, at, K);

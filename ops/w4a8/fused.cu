@@ -16,12 +16,9 @@
 // one still runs. Activations lie in shared memory for `phase_steps` steps at a time, and beside them their sum over
 // each step.
 //
-// Defines: those of fused.cuh, R.
+// Defines: those of fused.cuh.
 
 #include "fused.cuh"
-
-constexpr int STAGE_BYTES = R * U * TILE_BYTES;
-constexpr int UNIT_ROWS = TILE_ROWS * R;
 
 __device__ __forceinline__ void mma(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
@@ -91,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
                const void* __restrict__ bias, void* __restrict__ y, int tokens, int rows, int columns, int groups,
                int steps_per_group, int phase_steps, int most_units) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, worker = warp;
     const int rank = SPLIT == 1 ? 0 : blockIdx.x % SPLIT;
     const int cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
     const int first_token = blockIdx.y * TOKENS;
@@ -102,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     const int unit0 = static_cast<int>(static_cast<long long>(cluster) * units / clusters);
     const int unit1 = static_cast<int>(static_cast<long long>(cluster + 1) * units / clusters);
     const int step0 = rank * steps / SPLIT, step1 = (rank + 1) * steps / SPLIT;
+    const Line line{unit1 - unit0, step0, step1, phase_steps};
     const int group0 = step0 / steps_per_group, group_count = (step1 - 1) / steps_per_group - group0 + 1;
     // Rows of activations start 64 bytes apart modulo 128: a quarter of a warp reads two of them without a conflict.
     const int x_pitch = phase_steps * STEP_COLUMNS + (phase_steps * U & 1 ? 0 : 64);
@@ -124,56 +122,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     }
     commit();
 
-    // The piece of this warp in the phase that starts at `begin`.
-    const auto piece = [&](int begin) {
-        const int length = min(phase_steps, step1 - begin), line = (unit1 - unit0) * length;
-        const int from = static_cast<int>(static_cast<long long>(warp) * line / WARPS);
-        const int to = static_cast<int>(static_cast<long long>(warp + 1) * line / WARPS);
-        return Cursor{unit0 + from / length, begin + from % length, to - from};
-    };
+    WeightStream weights(line, tiles + lane, worker, unit0 * R, tile_rows, steps * U);
     const unsigned first_stage = shared_address(stages) + warp * (STAGES * STAGE_BYTES) + lane * 16;
-    const int tile_columns = steps * U;
-    const uint4* fetch_from[R];
-    const auto aim = [&](int unit, int step) {
-        #pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const long long tile = min(unit * R + r, tile_rows - 1);
-            fetch_from[r] = tiles + (tile * tile_columns + step * U) * TILE_UINT4S + lane;
-        }
-    };
-    // What is fetched next: counters down to the next unit and to the end of the piece, so that a step costs little.
-    int fetch_phase = step0, fetch_unit, fetch_in_unit, fetch_left;
-    const auto start_fetching = [&] {
-        for (;; fetch_phase += phase_steps) {
-            const Cursor at = piece(fetch_phase);
-            fetch_unit = at.unit, fetch_left = at.left;
-            fetch_in_unit = min(fetch_phase + phase_steps, step1) - at.step;
-            if (fetch_left > 0) return aim(at.unit, at.step);
-            if (fetch_phase + phase_steps >= step1) return;
-        }
-    };
-    start_fetching();
-    const auto fetch_next = [&](unsigned to) {
-        if (fetch_left > 0) {
-            #pragma unroll
-            for (int r = 0; r < R; ++r) {
-                #pragma unroll
-                for (int u = 0; u < U; ++u)
-                    copy_weight_async(to + (r * U + u) * TILE_BYTES, fetch_from[r] + u * TILE_UINT4S);
-                fetch_from[r] += U * TILE_UINT4S;
-            }
-            --fetch_in_unit;
-            if (--fetch_left == 0) {
-                if (fetch_phase + phase_steps < step1) fetch_phase += phase_steps, start_fetching();
-            } else if (fetch_in_unit == 0) {
-                fetch_in_unit = min(phase_steps, step1 - fetch_phase);
-                aim(++fetch_unit, fetch_phase);
-            }
-        }
-        commit();  // empty at the end, so that counting groups stays right
-    };
     #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch_next(first_stage + s * STAGE_BYTES);
+    for (int s = 0; s < STAGES - 1; ++s) weights.fetch(first_stage + s * STAGE_BYTES);
     unsigned stage = first_stage, last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
 
     for (int i = threadIdx.x; i < most_units * UNIT_ROWS * TOKENS; i += WARPS * 32) sums[i] = 0;
@@ -208,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     #pragma unroll
     for (int n = 0; n < NT; ++n) x_row[n] = min(n * 8 + (lane >> 2), block_tokens - 1) * x_pitch;
     const auto flush = [&](int unit) {
-        const int row = (unit - unit0) * UNIT_ROWS + (lane >> 2);
+        const int row = unit * UNIT_ROWS + (lane >> 2);
         #pragma unroll
         for (int r = 0; r < R; ++r)
             #pragma unroll
@@ -222,20 +174,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     };
 
     for (int phase = step0; phase < step1; phase += phase_steps) {
-        const int length = min(phase_steps, step1 - phase);
+        const int length = line.length(phase);
         if (phase > step0) __syncthreads();  // all have read the last phase's activations
         load_activations(x_tile, x_sums, x + static_cast<long long>(first_token) * columns, block_tokens, columns,
                          x_pitch, phase * STEP_COLUMNS, length);
         if (phase == step0) wait_until_left<STAGES - 1>();  // of the parameters' group
         __syncthreads();
 
-        const Cursor at = piece(phase);
+        const Cursor at = line.piece(worker, phase);
         int unit = at.unit, left = at.left, in_unit = phase + length - at.step, in_group;
         const unsigned char* param_at;
         const unsigned char* b_at;
         const int* x_sum_at;
         const auto enter = [&](int step) {
-            param_at = params + ((unit - unit0) * R * group_count + step / steps_per_group - group0) * 32 +
+            param_at = params + (unit * R * group_count + step / steps_per_group - group0) * 32 +
                        (lane >> 2) * 4;
             b_at = x_tile + (step - phase) * STEP_COLUMNS + (lane & 3) * 16;
             x_sum_at = x_sums + (step - phase) * TOKENS + (lane & 3) * 2;
@@ -245,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         for (; left > 0; --left) {
             wait_until_left<STAGES - 2>();
             // The stage that was read one step ago: its values are in registers for certain.
-            fetch_next(last_stage);
+            weights.fetch(last_stage);
             #pragma unroll
             for (int u = 0; u < U; ++u) {
                 unsigned a[R][2][4];

@@ -1,18 +1,17 @@
-// What the fused kernels share: sizes of the packed layout, asynchronous copies, and the way from sums to outputs.
+// What the fused kernels share beside the stream of weights (stream.cuh): the way from sums to outputs.
 //
-// Defines: NT (tiles of 8 tokens in a block), U (tiles of 64 input channels in a step), WARPS, STAGES (steps of weights
-// that a warp has in shared memory), SPLIT (blocks of a cluster), RESIDENT (blocks that the registers of a
-// multiprocessor must hold), ONE_GROUP (1: a step is a group), OUT (0 bf16, 1 fp16, 2 fp32, 3 the int32 sums).
+// Defines: NT (tiles of 8 tokens in a block), R (tiles of 16 output channels in a unit; 4 is for wgmma), U (tiles of 64
+// input channels in a step), WARPS, STAGES (steps of weights that a warp has in shared memory), SPLIT (blocks of a
+// cluster), RESIDENT (blocks that the registers of a multiprocessor must hold), ONE_GROUP (1: a step is a group), OUT (0
+// bf16, 1 fp16, 2 fp32, 3 the int32 sums).
 
 #pragma once
 
 #include "numeric.cuh"
+#include "stream.cuh"
 
-constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64, TILE_BYTES = 512, TILE_UINT4S = 32;
-constexpr int STEP_COLUMNS = U * TILE_COLUMNS, STEP_CHUNKS = STEP_COLUMNS / 16;
-constexpr int TOKENS = 8 * NT;
+constexpr int STEP_CHUNKS = STEP_COLUMNS / 16, TOKENS = 8 * NT;
 static_assert(WARPS >= 4 && WARPS <= 32, "a thread loads the scale of each of up to 128 tokens");
-static_assert(STAGES >= 2, "one stage is read while another is filled");
 
 #if OUT == 0
 using Half = numeric::Bf16;
@@ -24,32 +23,6 @@ using Half = numeric::Fp16;
 __device__ __forceinline__ int sum_index(int row, int token) {
     return row * TOKENS + (token ^ (row & (NT < 4 ? NT : 4) - 1) * 8);
 }
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
-// 16 bytes, or zeros where there is nothing to read.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
-}
-
-// The neighbours of these 16 bytes are wanted next: let the L2 fetch 256. (An eviction policy would be worth 1 % more,
-// but ptxas 13.0 puts its descriptor into an odd register in some variants, which is an illegal instruction.)
-__device__ __forceinline__ void copy_weight_async(unsigned to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-
-template <int LEFT> __device__ __forceinline__ void wait_until_left() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-// Where a warp is in the line of steps: unit by unit, within a unit step by step.
-struct Cursor {
-    int unit, step, left;
-};
 
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");

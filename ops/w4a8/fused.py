@@ -98,6 +98,7 @@ def defines(tiling: Tiling, tokens: int, columns: int, groups: int, out: int) ->
     tiles = token_tiles(tokens, wgmma=tiling.wgmma)
     common = {
         "NT": tiles,
+        "R": tiling.row_tiles,
         "U": step_tiles(columns, groups),
         "WARPS": tiling.warps,
         "STAGES": tiling.stages,
@@ -109,7 +110,7 @@ def defines(tiling: Tiling, tokens: int, columns: int, groups: int, out: int) ->
         return {**common, "RESIDENT": tiling.blocks}
     # A second block must find registers while the first still runs: the next product's, which fetches its weights.
     resident = max(tiling.blocks, 2 if tiles == 1 and tiling.warps <= 16 and common["ONE_GROUP"] else 1)
-    return {**common, "RESIDENT": resident, "R": tiling.row_tiles}
+    return {**common, "RESIDENT": resident}
 
 
 @lru_cache(maxsize=4096)

@@ -16,8 +16,7 @@
 #include "fused.cuh"
 #include "rebuild.cuh"
 
-static_assert(WARPS % 4 == 0, "wgmma is issued by groups of 4 warps");
-constexpr int GROUPS_OF_WARPS = WARPS / 4, UNIT_ROWS = 4 * TILE_ROWS, STAGE_BYTES = U * TILE_BYTES;
+static_assert(R == 4 && WARPS % 4 == 0, "wgmma is issued by groups of 4 warps, with a tile each");
 constexpr int CHUNK_BYTES = TOKENS * 16;
 
 // d += a b with the rows of this warp in `a`. `b` is the low word of a descriptor: where the chunk starts, and in the
@@ -112,10 +111,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     const int block_tokens = min(tokens - first_token, TOKENS);
     const int tile_rows = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int steps = (columns + STEP_COLUMNS - 1) / STEP_COLUMNS;
-    const int units = (tile_rows + 3) / 4, warpgroup = warp >> 2, member = warp & 3;
+    const int units = (tile_rows + R - 1) / R, worker = warp >> 2, member = warp & 3;
     const int unit0 = static_cast<int>(static_cast<long long>(cluster) * units / clusters);
     const int unit1 = static_cast<int>(static_cast<long long>(cluster + 1) * units / clusters);
     const int step0 = rank * steps / SPLIT, step1 = (rank + 1) * steps / SPLIT;
+    const Line line{unit1 - unit0, step0, step1, phase_steps};
     const int group0 = step0 / steps_per_group, group_count = (step1 - 1) / steps_per_group - group0 + 1;
     int* const sums = reinterpret_cast<int*>(shared);
     float* const scales = reinterpret_cast<float*>(sums + most_units * UNIT_ROWS * TOKENS);
@@ -123,61 +123,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     unsigned char* const params = reinterpret_cast<unsigned char*>(x_scales + TOKENS);
     const int most_groups = min((steps + SPLIT - 1) / SPLIT / steps_per_group + 2, groups);
     // Descriptors count in 16 bytes; core matrices of 8 tokens by 16 bytes are 128 apart.
-    unsigned char* const x_tile = params + most_units * 4 * most_groups * 32;
+    unsigned char* const x_tile = params + most_units * R * most_groups * 32;
     unsigned char* const stages = x_tile + phase_steps * U * 4 * CHUNK_BYTES;
 
     // Tiles past the last channel repeat the last: computed, never written.
-    for (int i = threadIdx.x; i < (unit1 - unit0) * 4 * group_count * 2; i += WARPS * 32) {
+    for (int i = threadIdx.x; i < (unit1 - unit0) * R * group_count * 2; i += WARPS * 32) {
         const int half = i & 1, group = (i >> 1) % group_count, tile = (i >> 1) / group_count;
-        const long long row = min(unit0 * 4 + tile, tile_rows - 1);
+        const long long row = min(unit0 * R + tile, tile_rows - 1);
         copy_async(shared_address(params + (tile * group_count + group) * 32 + half * 16),
                    group_params + (row * groups + group0 + group) * 32 + half * 16);
     }
     commit();
 
-    // The piece of this warpgroup in the phase that starts at `begin`.
-    const auto piece = [&](int begin) {
-        const int length = min(phase_steps, step1 - begin), line = (unit1 - unit0) * length;
-        const int from = static_cast<int>(static_cast<long long>(warpgroup) * line / GROUPS_OF_WARPS);
-        const int to = static_cast<int>(static_cast<long long>(warpgroup + 1) * line / GROUPS_OF_WARPS);
-        return Cursor{unit0 + from / length, begin + from % length, to - from};
-    };
+    WeightStream weights(line, tiles + lane, worker, unit0 * R + member, tile_rows, steps * U);
     const unsigned first_stage = shared_address(stages) + warp * (STAGES * STAGE_BYTES) + lane * 16;
-    const int tile_columns = steps * U;
-    const uint4* fetch_from;
-    const auto aim = [&](int unit, int step) {
-        const long long tile = min(unit * 4 + member, tile_rows - 1);
-        fetch_from = tiles + (tile * tile_columns + step * U) * TILE_UINT4S + lane;
-    };
-    // What is fetched next: counters down to the next unit and to the end of the piece, so that a step costs little.
-    int fetch_phase = step0, fetch_unit, fetch_in_unit, fetch_left;
-    const auto start_fetching = [&] {
-        for (;; fetch_phase += phase_steps) {
-            const Cursor at = piece(fetch_phase);
-            fetch_unit = at.unit, fetch_left = at.left;
-            fetch_in_unit = min(fetch_phase + phase_steps, step1) - at.step;
-            if (fetch_left > 0) return aim(at.unit, at.step);
-            if (fetch_phase + phase_steps >= step1) return;
-        }
-    };
-    start_fetching();
-    const auto fetch_next = [&](unsigned to) {
-        if (fetch_left > 0) {
-            #pragma unroll
-            for (int u = 0; u < U; ++u) copy_weight_async(to + u * TILE_BYTES, fetch_from + u * TILE_UINT4S);
-            fetch_from += U * TILE_UINT4S;
-            --fetch_in_unit;
-            if (--fetch_left == 0) {
-                if (fetch_phase + phase_steps < step1) fetch_phase += phase_steps, start_fetching();
-            } else if (fetch_in_unit == 0) {
-                fetch_in_unit = min(phase_steps, step1 - fetch_phase);
-                aim(++fetch_unit, fetch_phase);
-            }
-        }
-        commit();  // empty at the end, so that counting groups stays right
-    };
     #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch_next(first_stage + s * STAGE_BYTES);
+    for (int s = 0; s < STAGES - 1; ++s) weights.fetch(first_stage + s * STAGE_BYTES);
     unsigned stage = first_stage, last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
 
     for (int i = threadIdx.x; i < most_units * UNIT_ROWS * TOKENS; i += WARPS * 32) sums[i] = 0;
@@ -190,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 
     int acc[4 * NT] = {};
     const auto flush = [&](int unit) {
-        const int row = (unit - unit0) * UNIT_ROWS + member * TILE_ROWS + (lane >> 2);
+        const int row = unit * UNIT_ROWS + member * TILE_ROWS + (lane >> 2);
         #pragma unroll
         for (int i = 0; i < 4 * NT; ++i) {
             atomicAdd(sums + sum_index(row + (i >> 1 & 1) * 8, (i >> 2) * 8 + (lane & 3) * 2 + (i & 1)), acc[i]);
@@ -199,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     };
 
     for (int phase = step0; phase < step1; phase += phase_steps) {
-        const int length = min(phase_steps, step1 - phase);
+        const int length = line.length(phase);
         if (phase > step0) __syncthreads();  // all have read the last phase's activations
         load_activations(x_tile, x + static_cast<long long>(first_token) * columns, block_tokens, columns,
                          phase * STEP_COLUMNS, length);
@@ -207,14 +168,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         if (phase == step0) wait_until_left<STAGES - 1>();  // of the parameters' group
         __syncthreads();
 
-        const Cursor at = piece(phase);
+        const Cursor at = line.piece(worker, phase);
         int unit = at.unit, left = at.left, in_unit = phase + length - at.step, in_group;
         const unsigned char* param_at;
         // 14 bits: in a cluster, shared addresses have the block's rank above them.
         const unsigned b_first = shared_address(x_tile) >> 4 & 0x3fff | CHUNK_STRIDE << 16;
         unsigned b_at;
         const auto enter = [&](int step) {
-            param_at = params + (((unit - unit0) * 4 + member) * group_count + step / steps_per_group - group0) * 32 +
+            param_at = params + ((unit * R + member) * group_count + step / steps_per_group - group0) * 32 +
                        (lane >> 2) * 4;
             b_at = b_first + (step - phase) * (U * 4 * CHUNK_STRIDE);
             in_group = step % steps_per_group;
@@ -223,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
         for (; left > 0; --left) {
             wait_until_left<STAGES - 2>();
             // The stage that was read one step ago: its values are in registers for certain.
-            fetch_next(last_stage);
+            weights.fetch(last_stage);
             const unsigned p = *reinterpret_cast<const unsigned*>(param_at);
             const unsigned scale0 = p & 255, scale1 = p >> 16 & 255;
             const unsigned offset0 = rebuild_offset(scale0, p >> 8 & 255), offset1 = rebuild_offset(scale1, p >> 24);

@@ -48,7 +48,8 @@ def test_a_few_rows_of_every_width_are_those_of_the_cpu(op: str, width: int, dty
 @pytest.mark.parametrize("op", OPERATORS)
 def test_many_rows_are_those_of_the_cpu_and_of_float64(op: str, width: int, dtype: torch.dtype) -> None:
     arguments = make_arguments(op, 700, width, dtype)
-    assert cuda.plan(width, True, False) != cuda.plan(width, True, True) or width == 96
+    # At 4096 and 5120 many rows are split in another way than few.
+    assert (cuda.plan(width, True, False) != cuda.plan(width, True, True)) is (width > 4000)
     ours = getattr(act_quant, op)(*_on_gpu(arguments))
     _assert_like_cpu(op, ours, arguments)
     y = before_quantisation(op, *arguments)

@@ -79,11 +79,27 @@ def test_the_hash_covers_options_and_the_version_of_nvrtc(
     source: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _compile(source)
-    monkeypatch.setattr(nvrtc, "_version", lambda: "99.9")
+    monkeypatch.setattr(nvrtc, "_version", lambda: (99, 9))
     _compile(source)
     monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "--fmad=false"))
     _compile(source)
     assert len(compiled) == 3
+
+
+@pytest.mark.parametrize(("version", "caches"), [((12, 8), False), ((12, 9), True), ((13, 0), True)], ids=str)
+def test_the_cache_of_nvrtc_itself_which_would_give_an_empty_log_is_switched_off(
+    source: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], caches: bool
+) -> None:
+    seen: list[list[str]] = []
+
+    def noted(source: Path, text: bytes, headers: Any, options: list[str]) -> tuple[bytes, str]:
+        seen.append(options)
+        return b"", ""
+
+    monkeypatch.setattr(nvrtc, "_version", lambda: version)
+    monkeypatch.setattr(nvrtc, "_compile", noted)
+    _compile(source)
+    assert ("--no-cache" in seen[0]) is caches
 
 
 def test_the_order_of_defines_does_not_matter(source: Path, compiled: list[str]) -> None:
