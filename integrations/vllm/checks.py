@@ -24,9 +24,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from kvcompile.config import UsageError, shown
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
+from kvcompile.llama import ARCHITECTURES
 from kvcompile.ops.kv8 import HEAD_SIZES
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 # What vLLM merges in each of them.
 _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
