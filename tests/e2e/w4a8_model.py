@@ -45,7 +45,7 @@ LINEARS = {
 QKV_GATE_UP_O_DOWN = 4  # linears of a layer after vLLM has merged them
 
 
-def write_plain(folder: Path) -> Path:
+def write_plain(folder: Path, *, intermediate: int = INTERMEDIATE) -> Path:
     """An unquantised checkpoint in bf16, embeddings tied. Two layers: one more gives no other graph than these."""
     generator = torch.Generator().manual_seed(11)
 
@@ -58,9 +58,10 @@ def write_plain(folder: Path) -> Path:
         layer = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{norm}.weight"] = 1 + random(HIDDEN, size=0.1)
-        for name, (rows, columns) in LINEARS.items():
+        for name, shape in LINEARS.items():
+            rows, columns = (intermediate if n == INTERMEDIATE else n for n in shape)
             tensors[f"{layer}.{name}.weight"] = random(rows, columns, size=columns**-0.5)
-    return _write(folder, CONFIG, tensors)
+    return _write(folder, {**CONFIG, "intermediate_size": intermediate}, tensors)
 
 
 def write_quantised(folder: Path, plain: Path) -> Path:
@@ -82,7 +83,8 @@ def write_quantised(folder: Path, plain: Path) -> Path:
         "method": "rtn",
         "modules_to_not_convert": ["lm_head"],
     }
-    return _write(folder, {**CONFIG, "quantization_config": described}, tensors)
+    config = json.loads((plain / "config.json").read_text())
+    return _write(folder, {**config, "quantization_config": described}, tensors)
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

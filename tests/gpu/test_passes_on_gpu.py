@@ -1,0 +1,196 @@
+"""The passes on a GPU, at the shapes of Llama-3.1-8B, in both ways of splitting, under CUDA graphs.
+
+`pytest -s tests/gpu/test_passes_on_gpu.py` runs all of it and prints the counts of kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvcompile.ops import act_quant
+from tests.compiled_engine import Compiled, Engine, run_compiled
+from tests.passes.graphs import assert_one_step, random
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+LAYERS, FEWER = 4, 2
+HIDDEN, INTERMEDIATE = 4096, 14336
+EPSILON = 1e-5
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}}
+SPLITS: dict[str, dict[str, Any]] = {"piecewise": {}, "partition": {"use_inductor_graph_partition": True}}
+# Inductor rounds where the graph rounds. By itself it leaves that out within what it joins, so that the unfused model
+# would differ from its own graph by more than the passes may change.
+ROUNDED = {"inductor_compile_config": {"emulate_precision_casts": True}}
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    engines: dict[str, Compiled]
+    log: str
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Both ways of splitting with the passes and without; the unquantised model; two depths without CUDA graphs."""
+    folder = tmp_path_factory.mktemp("passes")
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    dummy = {"load_format": "dummy", "seed": 7, "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
+    w4a8 = {**dummy, "quantization": "kvcompile_w4a8"}
+
+    def arguments(options: dict[str, Any], layers: int = LAYERS) -> dict[str, Any]:
+        config = {"kvcompile": {"strict": True, **options}}
+        return {**w4a8, "additional_config": config, "hf_overrides": {"num_hidden_layers": layers}}
+
+    engines = {"unquantised": Engine(model, dummy, None)}
+    for split, fields in SPLITS.items():
+        engines[f"{split} on"] = Engine(model, arguments({}), {**fields, **ROUNDED})
+        engines[f"{split} off"] = Engine(model, arguments(OFF), {**fields, **ROUNDED})
+    for split, fields in SPLITS.items():
+        for state, options in (("on", {}), ("off", OFF)):
+            for layers in (FEWER, LAYERS):
+                # What runs by itself here is what a CUDA graph of the decode step would hold, one node a launch.
+                engines[f"{split} {state}, {layers} layers"] = Engine(
+                    model, arguments(options, layers), {**fields, "cudagraph_mode": "NONE"}, STEPS
+                )
+    compiled, _, log = run_compiled(engines, folder, timeout_s=1700)
+    return Run(compiled, log)
+
+
+def _counts(compiled: Compiled) -> list[dict[str, int]]:
+    """Calls of each kind of graph once: vLLM may compile one for more than one range of batch sizes."""
+    kinds: list[dict[str, int]] = []
+    for found in compiled.calls():
+        counts = {name: count for name, count in found.items() if "kv_cache_update" not in name}
+        if counts and counts not in kinds:
+            kinds.append(counts)
+    return kinds
+
+
+def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_ours(run: Run) -> None:
+    assert _counts(run.engines["partition on"]) == [
+        {
+            "kvcompile::rms_norm_quant": 1,
+            "kvcompile::fused_add_rms_norm_quant": 2 * LAYERS - 1,
+            "kvcompile::silu_mul_quant": LAYERS,
+            "kvcompile::quant_per_token": LAYERS,
+            "kvcompile::pruned_kv8_attention": LAYERS,
+            "kvcompile::w4a8_linear": 4 * LAYERS,
+        }
+    ]
+    assert _counts(run.engines["partition off"]) == [
+        {
+            "kvcompile::quant_per_token": 4 * LAYERS,
+            "vllm::unified_attention_with_output": LAYERS,
+            "kvcompile::w4a8_linear": 4 * LAYERS,
+        }
+    ]
+
+
+def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> None:
+    norm, swiglu = "kvcompile::fused_add_rms_norm_quant", "kvcompile::silu_mul_quant"
+    linear, quantiser = "kvcompile::w4a8_linear", "kvcompile::quant_per_token"
+    assert _counts(run.engines["piecewise on"]) == [
+        {"kvcompile::rms_norm_quant": 1, linear: 1},
+        {quantiser: 1, norm: 2, swiglu: 1, linear: 4},
+        {quantiser: 1, norm: 1, swiglu: 1, linear: 3},
+    ]
+    assert _counts(run.engines["piecewise off"]) == [{quantiser: n, linear: n} for n in (1, 4, 3)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("state", ["on", "off"])
+def test_cuda_graphs_stay_full_and_piecewise(run: Run, split: str, state: str) -> None:
+    engine = run.engines[f"{split} {state}"]
+    assert (engine.mode, engine.cuda_graphs) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
+    assert run.engines[f"{split} {state}, {LAYERS} layers"].cuda_graphs == "NONE"
+
+
+def _apart(one: Compiled, other: Compiled) -> float:
+    """Mean distance of the log-probabilities of the prompts' tokens, which both were given."""
+    parts = []
+    for (tokens, a), (_, b) in zip(one.answers, other.answers, strict=True):
+        given = len(tokens) - 6 - 1
+        parts.append((torch.tensor(a[:given]) - torch.tensor(b[:given])).abs())
+    return torch.cat(parts).mean().item()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_the_same_with_and_without_the_passes(run: Run, split: str) -> None:
+    ours, theirs = run.engines[f"{split} on"], run.engines[f"{split} off"]
+    difference, error = _apart(ours, theirs), _apart(theirs, run.engines["unquantised"])
+    same = sum(a[:-5] == b[:-5] for (a, _), (b, _) in zip(ours.answers, theirs.answers, strict=True))
+    print(
+        f"\n{split}: log-probabilities {difference:.6f} apart with and without the passes, {error:.6f} from the "
+        f"unquantised model; {same} of {len(ours.answers)} first tokens are the same"
+    )
+    assert math.isfinite(error) and error > 0
+    assert difference < error / 4
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_decoded_layer_takes_one_kernel_less_for_each_fused_site(run: Run, split: str) -> None:
+    per_layer = {}
+    for state in ("on", "off"):
+        few, many = (run.engines[f"{split} {state}, {layers} layers"].decode_kernels for layers in (FEWER, LAYERS))
+        names = sorted(few.keys() | many.keys())
+        # What the step does once, for all layers together, is in both.
+        counts = {name: (many.get(name, 0) - few.get(name, 0)) / (LAYERS - FEWER) for name in names}
+        per_layer[state] = {name: count for name, count in counts.items() if count}
+        print(f"\n{split} {state}: {sum(per_layer[state].values()):g} kernels per decoded layer")
+        for name, count in per_layer[state].items():
+            print(f"    {count:g} {name[:110]}")
+    on, off = (sum(per_layer[state].values()) for state in ("on", "off"))
+    assert on == int(on) > 0 and off == int(off)
+    assert off - on >= 3  # two norms and SwiGLU
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_fused_site_is_within_one_step_of_what_it_replaced(compiled: bool, tokens: int, dtype: torch.dtype) -> None:
+    from tests.passes.unfused import UNFUSED
+
+    x, residual = (random(tokens, HIDDEN, dtype=dtype, seed=seed).cuda() for seed in (1, 2))
+    weight = (1 + random(HIDDEN, dtype=dtype, seed=3) / 4).cuda()
+    gate_up = random(tokens, 2 * INTERMEDIATE, dtype=dtype, seed=4).cuda()
+    inputs = {
+        "rms_norm_quant": (x, weight, EPSILON),
+        "fused_add_rms_norm_quant": (x, residual, weight, EPSILON),
+        "silu_mul_quant": (gate_up,),
+    }
+    assert inputs.keys() == UNFUSED.keys()
+    for name, given in inputs.items():
+        unfused = UNFUSED[name]
+        if compiled:
+            options = {"emulate_precision_casts": True}
+            unfused = torch.compile(unfused, fullgraph=True, dynamic=True, options=options)
+        ours, theirs = getattr(act_quant, name)(*given), unfused(*given)
+        assert_one_step(tuple(t.cpu() for t in ours), tuple(t.cpu() for t in theirs))
