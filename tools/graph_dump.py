@@ -9,9 +9,11 @@ The model is compiled as `vllm serve MODEL --compilation-config kvcompile` would
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -116,6 +118,7 @@ def _compile(console: Console, model: str, flags: list[str], scratch: Path, log:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             while True:
@@ -125,9 +128,9 @@ def _compile(console: Console, model: str, flags: list[str], scratch: Path, log:
                 except subprocess.TimeoutExpired:
                     status.update(f"compiling, up to the passes: {_last_line(log)[: max(20, console.width - 40)]}")
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # with it ends what it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if code == 0:
         return graph_document.read(result)
     if code == 2 and result.exists():

@@ -107,7 +107,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _run(content: Mapping[str, Any]) -> str:
     command = f"kvcompile graph-dump {shlex.join([content['model'], *content['arguments']])}"
     return (
-        f"<h2>Command</h2><pre>{escape(command)}</pre><h2>Start-up line</h2><pre>{escape(content['startup_line'])}</pre>"
+        f"<h2>Command</h2><pre>{escape(command)}</pre>"
+        f"<h2>Start-up line</h2><pre>{escape(content['startup_line'])}</pre>"
         f"<h2>Versions</h2>{_pairs(content['versions'])}<h2>Settings</h2>{_pairs(content['settings'])}"
     )
 

@@ -13,7 +13,7 @@ has in common with an earlier one, the residual, stays with the earlier.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Record = dict[str, Any]  # of `graph_node.record`
@@ -129,10 +129,9 @@ def _place(site: dict[str, Any], old: Mapping[str, Record], new: Mapping[str, Re
 
 def _source(name: str, nodes: Mapping[str, Record]) -> str:
     """What computes the first argument of `name`, behind views and elements of tuples."""
-    step: Callable[[str], str | None] = lambda n: next(iter(nodes[n]["inputs"]), None)  # noqa: E731
-    source = step(name)
-    if source is None:
-        return name
-    while nodes[source]["op"] == "call" and nodes[source]["bytes"] is None and step(source):
-        source = step(source)
-    return source
+    inputs = nodes[name]["inputs"]
+    while inputs:
+        name = inputs[0]
+        free = nodes[name]["op"] == "call" and nodes[name]["bytes"] is None
+        inputs = nodes[name]["inputs"] if free else []
+    return name

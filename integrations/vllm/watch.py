@@ -34,6 +34,9 @@ from kvcompile.passes.pipeline import Observer, PassError, observed_by
 from kvcompile.plugin import register
 from kvcompile.presets import NAME
 
+# Nothing is ever put into it. What is too little for one request of the model's full length is refused by name.
+_CPU_CACHE_BYTES = 1 << 30
+
 
 class Watcher(Observer, Protocol):
     """What is told of a compilation. vLLM cuts a model into pieces, and equal pieces share one graph."""
@@ -93,18 +96,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             "(not those of the HTTP server, such as --port)"
         )
 
-    parser.error = refuse
+    def leave(status: int = 0, message: str | None = None) -> NoReturn:
+        raise UsageError(" ".join((message or f"exit code {status}").removeprefix("kvcompile: error: ").split()))
+
+    parser.error, parser.exit = refuse, leave
     try:
         return parser.parse_args(list(arguments))
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"vLLM refused the flags: {' '.join(str(error).split())}") from error
 
 
 def _config(args: argparse.Namespace) -> EngineArgs:
-    """EngineArgs that need no tokenizer, which has nothing to do with the graph."""
+    """EngineArgs that need neither a tokenizer nor most of the memory, which have nothing to do with the graph."""
     args.skip_tokenizer_init = True
+    if current_platform.is_cpu() and args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = _CPU_CACHE_BYTES
     try:
         return EngineArgs.from_cli_args(args)
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"model {args.model}: vLLM refused: {' '.join(str(error).split())}") from error
 
