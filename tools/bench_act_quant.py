@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from kvcompile.config import UsageError
@@ -169,7 +168,7 @@ def _print(rows: list[dict[str, Any]], missing: str | None) -> None:
         share = times[case, "copy"]["median"] / row["median"]
         span = f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
         table.add_row(case, system, span, "" if system == "copy" else f"{share:.0%}", end_section=system == "copy")
-    console = Console(highlight=False)
+    console = record.console()
     console.print(table)
     if missing:
         console.print(f"vllm-bf16: not measured: {missing}", markup=False)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvcompile.config import UsageError
@@ -114,4 +113,4 @@ def _print(rows: list[dict[str, Any]], case: str) -> None:
             f"{rate['median']:.1f} ({rate['min']:.1f} to {rate['max']:.1f})",
             f"{rate['median'] / stock:.2f}x",
         )
-    Console(highlight=False).print(table)
+    record.console().print(table)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from kvcompile.config import UsageError
@@ -215,7 +214,7 @@ def _print(
                 f"{bf16['median'] / us:.2f}x" if bf16 else "",
                 f"{sorted(floor_us)[len(floor_us) // 2] / us:.0%}",
             )
-    console = Console(highlight=False)
+    console = record.console()
     console.print(table)
     for name, reason in result.missing.items():
         console.print(f"{name}: not measured: {reason}", markup=False)

@@ -20,10 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from kvcompile.config import UsageError
 
 _PACKAGES = ("kvcompile", "vllm", "torch", "triton")
+_COLUMNS = 110  # that the widest table takes
+
+
+def console() -> Console:
+    """For tables of figures, which a pipe or a narrow terminal must not cut: long lines wrap there."""
+    wide = Console(highlight=False)
+    wide.width = max(wide.width, _COLUMNS)
+    return wide
 
 
 def row(case: str, system: str, metric: str, unit: str, values: Sequence[float]) -> dict[str, Any]:

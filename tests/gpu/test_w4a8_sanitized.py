@@ -37,7 +37,10 @@ print("done")
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_the_sanitizer_has_nothing_to_say(tool: str) -> None:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SCRIPT]
+    # A kernel's parameters are read from the driver until it has no more, which memcheck would report; other errors of
+    # the driver raise.
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = ["compute-sanitizer", "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "-c", SCRIPT]
     # Caching would hide a read past the end of a tensor in the same cached block.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)

@@ -5,7 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from kvcompile.tools import record
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 110), ("60", 110), ("200", 200)])
+def test_a_pipe_or_a_narrow_terminal_does_not_cut_a_table(
+    monkeypatch: pytest.MonkeyPatch, columns: str | None, width: int
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert record.console().width == width
 
 
 def test_a_row_holds_median_and_spread_of_its_runs() -> None:
