@@ -1,0 +1,100 @@
+"""After loading, GPU memory holds the 4-bit weights once; a product adds at most one rebuilt weight while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompile.ops import w4a8
+from kvcompile.tools.bench_w4a8_systems import Unavailable, load_cutlass
+from tests.engine import run_python
+from tests.ops.w4a8.weights import make_activations, make_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, GROUP = 4096, 14336, 32000, 8, 128
+LINEARS = ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+KV_CACHE_BYTES = 64 << 20
+# cuBLAS's workspace, rotary tables, the sampler's and the runner's buffers; a second copy of the weights is 930 MB.
+REST = 200 << 20
+LOAD = """
+    import os, sys
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        sys.argv[1],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        quantization="kvcompile_w4a8",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=int(sys.argv[2]),
+    )
+    torch.cuda.synchronize()
+    print("ALLOCATED", torch.cuda.memory_allocated())
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    llm.generate([TokensPrompt(prompt_token_ids=[i % 1000 + 3 for i in range(n)]) for n in (5, 1500)], sampling)
+    torch.cuda.synchronize()
+    print("AFTER", torch.cuda.memory_allocated())
+"""
+
+
+def test_a_loaded_model_takes_what_its_4_bit_weights_need(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = run_python(LOAD, tmp_path, str(KV_CACHE_BYTES))
+    # Codes, a scale and a zero of each group, a scale of each channel.
+    linears = LAYERS * sum(n * k // 2 + n * (k // GROUP) * 2 + n * 4 for n, k in LINEARS)
+    needed = linears + 2 * 2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * 2 * HIDDEN + KV_CACHE_BYTES
+    for word in ("ALLOCATED", "AFTER"):
+        (allocated,) = map(int, re.findall(rf"^{word} (\d+)$", said, re.MULTILINE))
+        print(f"\n{word}: {allocated / 2**20:.0f} MiB, of which {needed / 2**20:.0f} are weights and KV cache")
+        assert needed <= allocated < needed + REST
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (28672, 4096)])
+def test_a_product_of_many_tokens_takes_one_rebuilt_weight_and_gives_it_back(rows: int, columns: int) -> None:
+    try:
+        load_cutlass()
+    except Unavailable as reason:
+        pytest.skip(f"cuBLAS's product, which takes more, runs here: {reason}")
+    weight = make_weight(256, columns, GROUP).cuda()
+    repeat = rows // 256
+    tiles, params = (each.repeat(repeat, 1, 1) for each in (weight.tiles, weight.group_params))
+    scales = weight.arguments[-1].repeat(repeat)
+    x_q, x_scale = (each.cuda() for each in make_activations(512, columns))
+    arguments = x_q, x_scale, tiles, params, scales, None, torch.bfloat16
+    w4a8.w4a8_linear(*arguments)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = w4a8.w4a8_linear(*arguments)
+    torch.cuda.synchronize()
+    most = torch.cuda.max_memory_allocated() - before
+    assert rows * columns <= most - y.nbytes <= rows * columns + (1 << 20)
+    del y
+    assert torch.cuda.memory_allocated() == before
