@@ -73,6 +73,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for split, fields in SPLITS.items():
         engines[f"{split} on"] = Engine(model, arguments({}), {**fields, **ROUNDED})
         engines[f"{split} off"] = Engine(model, arguments(OFF), {**fields, **ROUNDED})
+    fusion = {"pass_config": {"fuse_attn_quant": True}}
+    engines["partition on, attention fusion"] = Engine(
+        model, arguments({}), {**SPLITS["partition"], **ROUNDED, **fusion}
+    )
     for split, fields in SPLITS.items():
         for state, options in (("on", {}), ("off", OFF)):
             for layers in (FEWER, LAYERS):
@@ -123,6 +127,14 @@ def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> No
         {quantiser: 1, norm: 1, swiglu: 1, linear: 3},
     ]
     assert _counts(run.engines["piecewise off"]) == [{quantiser: n, linear: n} for n in (1, 4, 3)]
+
+
+def test_vllms_own_fusion_of_attention_runs_in_front_and_changes_nothing(run: Run) -> None:
+    # It looks for vLLM's attention operator with a static quantiser behind it, of which there is none here.
+    ours, alone = run.engines["partition on, attention fusion"], run.engines["partition on"]
+    assert _counts(ours) == _counts(alone)
+    assert ours.cuda_graphs == "FULL_AND_PIECEWISE"
+    assert [tokens for tokens, _ in ours.answers] == [tokens for tokens, _ in alone.answers]
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -139,6 +139,13 @@ def test_what_vllm_concludes_from_its_splitting_ops_stays(build):
     assert NAME not in CompilationConfig._attention_ops
 
 
+def test_vllms_own_fusion_of_attention_splits_as_it_does_by_itself(build):
+    fusion = {"pass_config": {"fuse_attn_quant": True}}
+    assert _splitting_ops(build, **fusion) == []
+    partitioned = _splitting_ops(build, **fusion, use_inductor_graph_partition=True)
+    assert partitioned == [*CompilationConfig._attention_ops, NAME]
+
+
 # --- whether the pass runs ------------------------------------------------------------------------------------------
 
 
