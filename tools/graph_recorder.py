@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx
@@ -57,9 +57,12 @@ class Recorder:
         inputs = [self._input(node.name) for node in nodes if node.op == "placeholder"]
         self._piece = _Piece(number, tokens, inputs, [module_path(node) or "" for node in nodes])
 
-    def same_as(self, number: int) -> None:
-        graph = next(g for g in self._graphs if (g.first.number, g.first.tokens) == (number, self._piece.tokens))
-        graph.pieces.append(self._piece)
+    def same_as(self, number: int, tokens: tuple[int, int]) -> None:
+        graph = next(g for g in self._graphs if (g.first.number, g.first.tokens) == (number, tokens))
+        if tokens == self._piece.tokens:
+            graph.pieces.append(self._piece)
+        else:  # of another range of batch sizes, whose totals are its own
+            self._graphs.append(replace(graph, first=self._piece, pieces=[self._piece]))
 
     def fault(self, message: str) -> None:
         self.faults.append(message)

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from kvcompile.tools.graph_document import matched
-from kvcompile.tools.graph_summary import MEANING, change
+from kvcompile.tools.graph_summary import MEANING, batches, change
 
 _SCRIPTS = ("graph_layout.js", "graph_model.js", "graph_view.js", "graph_report.js")
 _NEEDED = ("graphs", "totals")
@@ -78,7 +78,7 @@ def _numbers(total: Mapping[str, Any]) -> str:
     names = sorted(old.keys() | new.keys(), key=lambda name: (old.get(name, 0) == new.get(name, 0), name))
     sites = [[name, f"{s['matched']:,}", f"{s['candidates']:,}"] for name, s in total["sites"].items()]
     return (
-        f"<h2>The whole model, batches of {low} to {high} tokens</h2>{_counts('', sums)}"
+        f"<h2>The whole model, {batches(low, high)}</h2>{_counts('', sums)}"
         f"<h2>Sites</h2>{_table(['pass', 'rewritten', 'candidates'], sites)}"
         f"<h2>Operators by name</h2>{_counts('operator', [(n, old.get(n, 0), new.get(n, 0)) for n in names])}"
     )

@@ -50,8 +50,8 @@ def matched(pass_name: str, before: Sequence[Record], after: Sequence[Record]) -
         if owner is not None:
             claimed[name] = owner
             sites[owner]["removed"].append(name)
-    for name, site in sites.items():
-        _place(site, old, new, name)
+    for site in sites.values():
+        _place(site, old, new)
     return list(sites.values())
 
 
@@ -118,13 +118,19 @@ def _replaced(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[tupl
     return pairs
 
 
-def _place(site: dict[str, Any], old: Mapping[str, Record], new: Mapping[str, Record], name: str) -> None:
+def _place(site: dict[str, Any], old: Mapping[str, Record], new: Mapping[str, Record]) -> None:
     """Where in the model the site is: the layer that computes what is replaced, and the layers that read the result."""
     layers = [old[gone]["layer"] for gone in site["removed"] if old[gone]["bytes"] is not None and old[gone]["layer"]]
     site["layer"] = next(iter(layers), site["layer"])
-    added = set(site["added"])
-    readers = [node for node in new.values() if node["name"] not in added and added & set(node["inputs"])]
-    site["feeds"] = list(dict.fromkeys(n["layer"] for n in readers if n["bytes"] is not None and n["layer"]))
+    gives, layers = set(site["added"]), []
+    for node in new.values():
+        if node["name"] in gives or not gives & set(node["inputs"]):
+            continue
+        if node["op"] == "call" and node["bytes"] is None:
+            gives.add(node["name"])  # a view or an element: who reads that
+        elif node["layer"]:
+            layers.append(node["layer"])
+    site["feeds"] = list(dict.fromkeys(layers))
 
 
 def _source(name: str, nodes: Mapping[str, Record]) -> str:

@@ -21,10 +21,11 @@ def show(console: Console, content: Mapping[str, Any]) -> None:
     console.print(content["startup_line"], style="dim", markup=False)
     for total in content["totals"]:
         low, high = total["tokens"]
-        of = f"{total['pieces']} pieces, batches of {low} to {high} tokens"
-        console.print(f"\n[bold]{escape(content['model'])}[/], {of}")
+        console.print(f"\n[bold]{escape(content['model'])}[/], {total['pieces']} pieces, {batches(low, high)}")
         console.print(_graphs(content, total))
         console.print(_sums(total))
+        if unknown := total["before"]["bytes"]["other"] + total["after"]["bytes"]["other"]:
+            console.print(f"Not in the bytes: {unknown} operators with sizes that are no multiple of the tokens.")
     for line in left(content):
         console.print(line, markup=False)
     for fault in content["faults"]:
@@ -73,6 +74,12 @@ def _sums(total: Mapping[str, Any]) -> Table:
     return table
 
 
+def batches(low: int, high: int) -> str:
+    if low == high:
+        return f"batches of {low} tokens alone: their bytes are all constant"
+    return f"batches of {low} to {high} tokens"
+
+
 def change(old: int, new: int) -> str:
     """The difference with its sign, and in per cent where that says something."""
     if old == new:
@@ -89,6 +96,7 @@ def left(content: Mapping[str, Any]) -> list[str]:
             reasons.setdefault((entry["pass"], entry["reason"]), []).extend(entry["layers"])
     lines = []
     for (name, reason), layers in reasons.items():
+        layers = list(dict.fromkeys(layers))  # also of another range of batch sizes
         where = layers[0] if len(layers) == 1 else f"{len(layers)} sites, {layers[0]} to {layers[-1]}"
         lines.append(f"Left as it is{f' by {name}' if name else ''}: {where}: {reason}")
     return lines

@@ -52,8 +52,8 @@ class Watcher(Observer, Protocol):
         `attention`: the full names of the model's attention layers.
         """
 
-    def same_as(self, number: int) -> None:
-        """The piece shares the graph of piece `number`, and no pass runs."""
+    def same_as(self, number: int, tokens: tuple[int, int]) -> None:
+        """The piece shares the graph that piece `number` has for batches of `tokens`, and no pass runs."""
 
     def fault(self, message: str) -> None:
         """A pass has refused the graph, which the server would not start with."""
@@ -212,14 +212,14 @@ class _Seen:
         self._watcher = watcher
         self._layers = config.compilation_config.static_forward_context
         self._key: str | None = None
-        self._piece_of: dict[str, int] = {}
-        self._made = False
+        self._first: dict[str, tuple[int, tuple[int, int]]] = {}  # key -> the piece whose graph it is
 
     def compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(manager: CompilerManager, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            number, tokens = kwargs["graph_index"], kwargs["compile_range"]
-            assert isinstance(tokens, Range)
-            self._watcher.piece(number, (tokens.start, tokens.end), graph, list(self._layers))
+            number, sizes = kwargs["graph_index"], kwargs["compile_range"]
+            assert isinstance(sizes, Range)
+            tokens = (sizes.start, sizes.end)
+            self._watcher.piece(number, tokens, graph, list(self._layers))
             self._key = None
             try:
                 compiled = original(manager, graph, *args, **kwargs)
@@ -227,11 +227,11 @@ class _Seen:
                 if self._key is not None:
                     # As vLLM does with what is compiled: it looks here whether it has an equal graph already.
                     manager.loaded_artifacts[self._key] = graph
-                    self._piece_of[self._key] = number
+                    self._first[self._key] = number, tokens
                 return graph
-            if self._key not in self._piece_of:
+            if self._key not in self._first:
                 raise RuntimeError(f"piece {number} was compiled without a pass being called")
-            self._watcher.same_as(self._piece_of[self._key])
+            self._watcher.same_as(*self._first[self._key])
             return compiled
 
         return compile

@@ -71,8 +71,8 @@ class _Watcher(Recorder):
     def piece(self, number: int, *_: Any) -> None:
         self.said.append(number)
 
-    def same_as(self, number: int) -> None:
-        self.said.append(("same as", number))
+    def same_as(self, number: int, tokens: tuple[int, int]) -> None:
+        self.said.append(("same as", number, tokens))
 
 
 def test_a_piece_whose_key_is_known_shares_the_graph_of_the_one_that_had_it_first(build: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ def test_a_piece_whose_key_is_known_shares_the_graph_of_the_one_that_had_it_firs
     for number, name in enumerate("abba"):
         compiled = compile_piece(manager, graphs[number], name, graph_index=number, compile_range=Range(1, 8))
         assert compiled is graphs["ab".index(name)]
-    assert watcher.said == [0, 1, 2, ("same as", 1), 3, ("same as", 0)]
+    assert watcher.said == [0, 1, 2, ("same as", 1, (1, 8)), 3, ("same as", 0, (1, 8))]
 
 
 def test_what_a_strict_pass_refuses_is_told_and_the_graph_is_kept(build: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ def test_equal_pieces_share_a_graph_and_count_once_each_in_the_totals() -> None:
     alone = document(recorder)["totals"][0]
     for number in (1, 2):
         recorder.piece(number, (1, 256), module, [])
-        recorder.same_as(0)
+        recorder.same_as(0, (1, 256))
     (graph,), (total,) = recorder.graphs(), document(recorder)["totals"]
     assert graph["pieces"] == [0, 1, 2]
     assert len(graph["sites"][0]["layers"]) == 3
@@ -56,6 +56,19 @@ def test_equal_pieces_share_a_graph_and_count_once_each_in_the_totals() -> None:
     for when in ("before", "after"):
         assert total[when]["operators"] == 3 * alone[when]["operators"]
         assert total[when]["bytes"]["token"] == 3 * alone[when]["bytes"]["token"]
+
+
+def test_a_graph_that_two_ranges_of_batch_sizes_share_counts_in_the_totals_of_each() -> None:
+    recorder = recorded()
+    recorder.piece(0, (257, 512), traced(), [])
+    recorder.same_as(0, (1, 256))
+    recorder.piece(1, (257, 512), traced(), [])
+    recorder.same_as(0, (257, 512))
+    small, large = recorder.graphs()
+    assert (small["tokens"], small["pieces"]) == ([1, 256], [0])
+    assert (large["tokens"], large["pieces"]) == ([257, 512], [0, 1])
+    one, two = document(recorder)["totals"]
+    assert 2 * one["after"]["operators"] == two["after"]["operators"]
 
 
 def test_names_of_layers_get_what_stands_before_the_compiled_module() -> None:

@@ -63,9 +63,11 @@ def test_each_site_has_what_it_replaced_although_the_residual_joins_them() -> No
 
 
 def test_an_operator_that_was_exchanged_in_place_is_a_site() -> None:
-    before = [*START, _node("attention", "vllm.attention", "x", "r", layer="layers.0.attn")]
-    after = [*START, _node("attention", "kvcompile.attention", "x", "r", layer="layers.0.attn")]
+    reader = [_element("y", "attention"), _node("o", "kvcompile.w4a8_linear", "y", layer="layers.0.o")]
+    before = [*START, _node("attention", "vllm.attention", "x", "r", layer="layers.0.attn"), *reader]
+    after = [*START, _node("attention", "kvcompile.attention", "x", "r", layer="layers.0.attn"), *reader]
     (site,) = graph_sites.matched("attention_swap", before, after)
+    assert site["feeds"] == ["layers.0.o"], "also behind an element of its results"
     assert (site["node"], site["layer"], site["added"], site["removed"]) == (
         "attention",
         "layers.0.attn",

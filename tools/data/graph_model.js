@@ -15,7 +15,7 @@ function merge(graph, from, to, views) {
   const hidden = node => node.op === "call" && (node.target === "getitem" || node.target.includes("sym_size")
     || (node.bytes === null && !views && node.state === "kept"));
   const drawn = new Map();
-  for (const node of all.values()) if (!hidden(node) && !isWeight(node) && !isSize(node)) drawn.set(node.id, node);
+  for (const node of all.values()) if (!hidden(node) && !isWeight(node, graph) && !isSize(node)) drawn.set(node.id, node);
   const edges = new Map();
   for (const [stage, when] of [[old, "removed"], [now, "added"]]) {
     for (const node of stage.values()) {
@@ -23,7 +23,7 @@ function merge(graph, from, to, views) {
       const target = drawn.get(node.name);
       for (const [source, label] of sources(node, stage, drawn)) {
         const origin = all.get(source);
-        if (isWeight(origin)) { if (!target.weights.includes(source)) target.weights.push(source); continue; }
+        if (isWeight(origin, graph)) { if (!target.weights.includes(source)) target.weights.push(source); continue; }
         if (!drawn.has(source)) continue;
         const key = `${source}>${target.id}`;
         if (!edges.has(key)) edges.set(key, { from: source, to: target.id, state: when, labels: new Set() });
@@ -57,8 +57,9 @@ function interleaved(graph, from, to) {
 }
 
 const isSize = node => node.op === "placeholder" && !node.value.includes("[");
-/* An input whose size does not depend on the number of tokens. */
-const isWeight = node => node.op === "placeholder" && node.value.includes("[") && !/[\[ ]\(?(T|s\d+)\b/.test(node.value);
+/* A parameter or buffer of a layer; or of unknown name, with a size that does not depend on the number of tokens. */
+const isWeight = (node, graph) => node.op === "placeholder" && node.value.includes("[")
+  && (node.layer !== "" || (graph.symbolic && !/\bT\b/.test(node.value)));
 
 /* [name, label] of what a node reads, through nodes that are not drawn. */
 function sources(node, stage, drawn) {

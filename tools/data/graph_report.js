@@ -134,7 +134,7 @@ function siteDetails(site) {
   const before = sumBytes(changed.length ? changed.map(n => n.before) : gone), after = sumBytes(made);
   return [make("h2", {}, shortTarget(site.operator).name), make("p", { class: "quiet" }, `put in by ${site.pass}`),
     compare("operators", changed.length || gone.length, made.length), compare("bytes per token", before, after),
-    pairs([["where", whereList(site)], ["read by", make("span", {}, ...named(site.feeds.join(", ")))], ["removed", linksTo(site.removed.filter(n => merged.nodes.has(n)))],
+    pairs([["where", whereList(site)], ["read by", site.feeds.length && make("span", {}, ...named(site.feeds.join(", ")))], ["removed", linksTo(site.removed.filter(n => merged.nodes.has(n)))],
       ["added", linksTo(site.added.filter(n => merged.nodes.has(n)))]])];
 }
 
