@@ -164,7 +164,8 @@ def test_answers_are_the_same_with_and_without_the_passes(run: Run, split: str) 
         f"unquantised model; {same} of {len(ours.answers)} first tokens are the same"
     )
     assert math.isfinite(error) and error > 0
-    assert difference < error / 4
+    # One last bit of a norm moves an activation to the next int8 step now and then; a wrong site moves everything.
+    assert difference < error / 2
 
 
 @pytest.mark.parametrize("split", SPLITS)
