@@ -7,6 +7,9 @@ import json
 import re
 import shutil
 import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,60 @@ def _opened(browser: str, page: Path, choice: str) -> tuple[dict[str, str], str]
     body = re.search(r"<body([^>]*)>", done.stdout)
     assert body, done.stderr[-2000:]
     return dict(re.findall(r'data-(\w+)="([^"]*)"', body[1])), done.stdout
+
+
+class _Tab:
+    """A page in a browser that is driven as by hand, over its debugging socket."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self._number = socket, 0
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._socket.recv(timeout=30))
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def value(self, expression: str) -> Any:
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def middle(self, selector: str) -> dict[str, float]:
+        box = self.value(f"(r => [r.x + r.width / 2, r.y + r.height / 2])($q({json.dumps(selector)}))")
+        return {"x": box[0], "y": box[1]}
+
+    def mouse(self, kind: str, at: dict[str, float], **more: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, **at, button="left", buttons=1, clickCount=1, **more)
+
+    def click(self, selector: str) -> None:
+        at = self.middle(selector)
+        self.mouse("mousePressed", at)
+        self.mouse("mouseReleased", at)
+
+
+@pytest.fixture
+def tab(browser: str, page: Path, tmp_path: Path) -> Iterator[_Tab]:
+    client = pytest.importorskip("websockets.sync.client", reason="drives the browser")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
+    command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            found = (re.search(r"listening on ws://([^/]+)/", line) for line in process.stderr)
+            address = next(filter(None, found))[1]
+            with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
+                target = next(t for t in json.load(answer) if t["type"] == "page")
+            with client.connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
+                tab = _Tab(socket)
+                deadline = time.monotonic() + 30
+                while tab.value("document.body && document.body.dataset.ready") != "yes":
+                    assert time.monotonic() < deadline, tab.value("document.body.dataset.error")
+                tab.value("window.$q = s => document.querySelector(s).getBoundingClientRect(), 0")
+                yield tab
+                assert tab.value("document.body.dataset.error") is None
+        finally:
+            process.kill()
 
 
 def test_it_fetches_nothing_and_holds_the_document(page: Path, content: dict[str, Any]) -> None:
@@ -89,3 +146,36 @@ def test_in_a_browser_the_whole_graph_a_pass_alone_and_a_search_work(browser: st
     kinds = re.findall(r'class="node (\w+) operator( marked)?', dom)
     assert {kind for kind, _ in kinds} == {"kept"}
     assert len([marked for _, marked in kinds if marked]) == 2
+
+
+def test_by_hand_a_node_is_picked_the_picture_moved_and_zoomed_and_the_theme_changed(tab: _Tab) -> None:
+    def box() -> list[float]:
+        return list(map(float, tab.value("document.getElementById('canvas').getAttribute('viewBox')").split()))
+
+    tab.click('[data-id="neg"]')
+    assert "aten.neg(" in tab.value("document.getElementById('details').textContent")
+    assert tab.value("document.querySelectorAll('.picked').length") == 1
+    assert "node=neg" in tab.value("location.hash")
+
+    start, middle = box(), tab.middle("#canvas")
+    tab.mouse("mousePressed", middle)
+    tab.mouse("mouseMoved", {"x": middle["x"] + 100, "y": middle["y"]})
+    tab.mouse("mouseReleased", {"x": middle["x"] + 100, "y": middle["y"]})
+    moved = box()
+    assert moved[0] < start[0]
+    assert moved[1:] == start[1:]
+    assert tab.value("document.querySelectorAll('.picked').length") == 1, "dragging picks nothing"
+    tab.call("Input.dispatchMouseEvent", type="mouseWheel", **middle, deltaX=0, deltaY=-200)
+    deadline = time.monotonic() + 10
+    while box()[2] >= moved[2]:
+        assert time.monotonic() < deadline, "the wheel does not zoom"
+
+    few = int(tab.value("document.body.dataset.drawn"))
+    tab.click("#scope-whole")
+    assert int(tab.value("document.body.dataset.drawn")) >= few
+    assert tab.value("document.getElementById('scope-whole').getAttribute('aria-pressed')") == "true"
+    light = tab.value("getComputedStyle(document.body).backgroundColor")
+    tab.click("#theme")
+    assert tab.value("getComputedStyle(document.body).backgroundColor") != light
+    tab.click("#tab-numbers")
+    assert "kvcompile.silu_mul_quant" in tab.value("document.getElementById('panel-numbers').innerText")

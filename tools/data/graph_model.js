@@ -104,6 +104,7 @@ function layersIn(graph) {
   return [...found];
 }
 
-function sumBytes(nodes) {
-  return nodes.reduce((sum, n) => sum + ((n && n.bytes && n.bytes.token) || 0), 0);
+/* `kind`: "token" or "constant". */
+function sumBytes(nodes, kind) {
+  return nodes.reduce((sum, n) => sum + ((n && n.bytes && n.bytes[kind]) || 0), 0);
 }

@@ -131,9 +131,10 @@ function siteDetails(site) {
   const of = side => site[side].map(n => merged.all.get(n)).filter(Boolean);
   const gone = of("removed").filter(n => n.bytes), made = of("added").filter(n => n.bytes);
   const changed = site.removed.length ? [] : site.added.map(n => merged.all.get(n)).filter(n => n && n.state === "changed");
-  const before = sumBytes(changed.length ? changed.map(n => n.before) : gone), after = sumBytes(made);
+  const kind = graph().symbolic ? "token" : "constant";
+  const before = sumBytes(changed.length ? changed.map(n => n.before) : gone, kind), after = sumBytes(made, kind);
   return [make("h2", {}, shortTarget(site.operator).name), make("p", { class: "quiet" }, `put in by ${site.pass}`),
-    compare("operators", changed.length || gone.length, made.length), compare("bytes per token", before, after),
+    compare("operators", changed.length || gone.length, made.length), compare(graph().symbolic ? "bytes per token" : "bytes", before, after),
     pairs([["where", whereList(site)], ["read by", site.feeds.length && make("span", {}, ...named(site.feeds.join(", ")))], ["removed", linksTo(site.removed.filter(n => merged.nodes.has(n)))],
       ["added", linksTo(site.added.filter(n => merged.nodes.has(n)))]])];
 }
