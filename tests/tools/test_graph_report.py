@@ -66,6 +66,13 @@ class _Tab:
                 assert "error" not in answer, answer
                 return answer["result"]
 
+    def open(self, address: str) -> None:
+        """Returns when the page's scripts have run."""
+        self.call("Page.enable")
+        self.call("Page.navigate", url=address)
+        while json.loads(self._socket.recv(timeout=30)).get("method") != "Page.loadEventFired":
+            pass
+
     def value(self, expression: str) -> Any:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
@@ -86,18 +93,18 @@ class _Tab:
 def tab(browser: str, page: Path, tmp_path: Path) -> Iterator[_Tab]:
     client = pytest.importorskip("websockets.sync.client", reason="drives the browser")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
-    command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}", "about:blank"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             found = (re.search(r"listening on ws://([^/]+)/", line) for line in process.stderr)
             address = next(filter(None, found))[1]
-            with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
-                target = next(t for t in json.load(answer) if t["type"] == "page")
+            new = urllib.request.Request(f"http://{address}/json/new", method="PUT")
+            with urllib.request.urlopen(new, timeout=30) as answer:
+                target = json.load(answer)
             with client.connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
                 tab = _Tab(socket)
-                deadline = time.monotonic() + 30
-                while tab.value("document.body && document.body.dataset.ready") != "yes":
-                    assert time.monotonic() < deadline, tab.value("document.body.dataset.error")
+                tab.open(page.as_uri())
+                assert tab.value("document.body.dataset.ready") == "yes"
                 tab.value("window.$q = s => document.querySelector(s).getBoundingClientRect(), 0")
                 yield tab
                 assert tab.value("document.body.dataset.error") is None
