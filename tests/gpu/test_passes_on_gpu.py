@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from tests.passes.graphs import assert_one_step, random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
-LAYERS, FEWER = 4, 2
+LAYERS, FEWER = 2, 1
 HIDDEN, INTERMEDIATE = 4096, 14336
 EPSILON = 1e-5
 CONFIG = {
@@ -47,44 +47,52 @@ SPLITS: dict[str, dict[str, Any]] = {"piecewise": {}, "partition": {"use_inducto
 # would differ from its own graph by more than the passes may change.
 ROUNDED = {"inductor_compile_config": {"emulate_precision_casts": True}}
 STEPS = 8
+DUMMY = {"load_format": "dummy", "seed": 7, "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
 
 
-@dataclass(frozen=True)
-class Run:
-    engines: dict[str, Compiled]
-    log: str
+Engines = dict[str, Compiled]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Both ways of splitting with the passes and without; the unquantised model; two depths without CUDA graphs."""
-    folder = tmp_path_factory.mktemp("passes")
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    dummy = {"load_format": "dummy", "seed": 7, "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
-    w4a8 = {**dummy, "quantization": "kvcompile_w4a8"}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("passes") / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
 
-    def arguments(options: dict[str, Any], layers: int = LAYERS) -> dict[str, Any]:
-        config = {"kvcompile": {"strict": True, **options}}
-        return {**w4a8, "additional_config": config, "hf_overrides": {"num_hidden_layers": layers}}
 
-    engines = {"unquantised": Engine(model, dummy, None)}
+def _arguments(options: dict[str, Any], layers: int = LAYERS) -> dict[str, Any]:
+    """Of LLM, for a W4A8 model; `options` of kvcompile."""
+    config = {"kvcompile": {"strict": True, **options}}
+    return {
+        **DUMMY,
+        "quantization": "kvcompile_w4a8",
+        "additional_config": config,
+        "hf_overrides": {"num_hidden_layers": layers},
+    }
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Engines:
+    """Both ways of splitting with the passes and without, and the unquantised model."""
+    engines = {"unquantised": Engine(model, DUMMY, None)}
     for split, fields in SPLITS.items():
-        engines[f"{split} on"] = Engine(model, arguments({}), {**fields, **ROUNDED})
-        engines[f"{split} off"] = Engine(model, arguments(OFF), {**fields, **ROUNDED})
-    fusion = {"pass_config": {"fuse_attn_quant": True}}
-    engines["partition on, attention fusion"] = Engine(
-        model, arguments({}), {**SPLITS["partition"], **ROUNDED, **fusion}
-    )
-    for state, options in (("on", {}), ("off", OFF)):
-        for layers in (FEWER, LAYERS):
-            # What runs by itself here is what a CUDA graph of the decode step would hold, one node a launch.
-            engines[f"{state}, {layers} layers"] = Engine(
-                model, arguments(options, layers), {"cudagraph_mode": "NONE"}, STEPS
-            )
-    compiled, _, log = run_compiled(engines, folder, timeout_s=1700)
-    return Run(compiled, log)
+        engines[f"{split} on"] = Engine(model, _arguments({}), {**fields, **ROUNDED})
+        engines[f"{split} off"] = Engine(model, _arguments(OFF), {**fields, **ROUNDED})
+    return run_compiled(engines, model.parent, timeout_s=900)[0]
+
+
+@pytest.fixture(scope="module", params=SPLITS)
+def counted(request: pytest.FixtureRequest, model: Path) -> Engines:
+    """Two depths without CUDA graphs: what runs by itself here is what the graph of a decode step would hold."""
+    fields = {**SPLITS[request.param], "cudagraph_mode": "NONE"}
+    engines = {
+        f"{state} {layers}": Engine(model, _arguments(options, layers), fields, STEPS)
+        for state, options in (("on", {}), ("off", OFF))
+        for layers in (FEWER, LAYERS)
+    }
+    print(f"\n{request.param}")
+    return run_compiled(engines, model.parent, timeout_s=900)[0]
 
 
 def _counts(compiled: Compiled) -> list[dict[str, int]]:
@@ -97,8 +105,8 @@ def _counts(compiled: Compiled) -> list[dict[str, int]]:
     return kinds
 
 
-def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_ours(run: Run) -> None:
-    assert _counts(run.engines["partition on"]) == [
+def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_ours(served: Engines) -> None:
+    assert _counts(served["partition on"]) == [
         {
             "kvcompile::rms_norm_quant": 1,
             "kvcompile::fused_add_rms_norm_quant": 2 * LAYERS - 1,
@@ -108,7 +116,7 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
             "kvcompile::w4a8_linear": 4 * LAYERS,
         }
     ]
-    assert _counts(run.engines["partition off"]) == [
+    assert _counts(served["partition off"]) == [
         {
             "kvcompile::quant_per_token": 4 * LAYERS,
             "vllm::unified_attention_with_output": LAYERS,
@@ -117,31 +125,22 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
     ]
 
 
-def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> None:
+def test_the_three_pieces_have_them_too_and_attention_is_in_none(served: Engines) -> None:
     norm, swiglu = "kvcompile::fused_add_rms_norm_quant", "kvcompile::silu_mul_quant"
     linear, quantiser = "kvcompile::w4a8_linear", "kvcompile::quant_per_token"
-    assert _counts(run.engines["piecewise on"]) == [
+    assert _counts(served["piecewise on"]) == [
         {"kvcompile::rms_norm_quant": 1, linear: 1},
         {quantiser: 1, norm: 2, swiglu: 1, linear: 4},
         {quantiser: 1, norm: 1, swiglu: 1, linear: 3},
     ]
-    assert _counts(run.engines["piecewise off"]) == [{quantiser: n, linear: n} for n in (1, 4, 3)]
-
-
-def test_vllms_own_fusion_of_attention_runs_in_front_and_changes_nothing(run: Run) -> None:
-    # It looks for vLLM's attention operator with a static quantiser behind it, of which there is none here.
-    ours, alone = run.engines["partition on, attention fusion"], run.engines["partition on"]
-    assert _counts(ours) == _counts(alone)
-    assert ours.cuda_graphs == "FULL_AND_PIECEWISE"
-    assert [tokens for tokens, _ in ours.answers] == [tokens for tokens, _ in alone.answers]
+    assert _counts(served["piecewise off"]) == [{quantiser: n, linear: n} for n in (1, 4, 3)]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("state", ["on", "off"])
-def test_cuda_graphs_stay_full_and_piecewise(run: Run, split: str, state: str) -> None:
-    engine = run.engines[f"{split} {state}"]
+def test_cuda_graphs_stay_full_and_piecewise(served: Engines, split: str, state: str) -> None:
+    engine = served[f"{split} {state}"]
     assert (engine.mode, engine.cuda_graphs) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
-    assert run.engines[f"{state}, {LAYERS} layers"].cuda_graphs == "NONE"
 
 
 def _apart(one: Compiled, other: Compiled) -> float:
@@ -154,9 +153,9 @@ def _apart(one: Compiled, other: Compiled) -> float:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_answers_are_the_same_with_and_without_the_passes(run: Run, split: str) -> None:
-    ours, theirs = run.engines[f"{split} on"], run.engines[f"{split} off"]
-    difference, error = _apart(ours, theirs), _apart(theirs, run.engines["unquantised"])
+def test_answers_are_the_same_with_and_without_the_passes(served: Engines, split: str) -> None:
+    ours, theirs = served[f"{split} on"], served[f"{split} off"]
+    difference, error = _apart(ours, theirs), _apart(theirs, served["unquantised"])
     same = sum(a[:-5] == b[:-5] for (a, _), (b, _) in zip(ours.answers, theirs.answers, strict=True))
     print(
         f"\n{split}: log-probabilities {difference:.6f} apart with and without the passes, {error:.6f} from the "
@@ -165,22 +164,6 @@ def test_answers_are_the_same_with_and_without_the_passes(run: Run, split: str) 
     assert math.isfinite(error) and error > 0
     # One last bit of a norm moves an activation to the next int8 step now and then; a wrong site moves everything.
     assert difference < error / 2
-
-
-def test_a_decoded_layer_takes_one_kernel_less_for_each_fused_site(run: Run) -> None:
-    per_layer = {}
-    for state in ("on", "off"):
-        few, many = (run.engines[f"{state}, {layers} layers"].decode_kernels for layers in (FEWER, LAYERS))
-        names = sorted(few.keys() | many.keys())
-        # What the step does once, for all layers together, is in both.
-        counts = {name: (many.get(name, 0) - few.get(name, 0)) / (LAYERS - FEWER) for name in names}
-        per_layer[state] = {name: count for name, count in counts.items() if count}
-        print(f"\npasses {state}: {sum(per_layer[state].values()):g} kernels per decoded layer")
-        for name, count in per_layer[state].items():
-            print(f"    {count:g} {name[:110]}")
-    on, off = (sum(per_layer[state].values()) for state in ("on", "off"))
-    assert on == int(on) > 0 and off == int(off)
-    assert off - on >= 3  # two norms and SwiGLU
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -205,3 +188,30 @@ def test_a_fused_site_is_within_one_step_of_what_it_replaced(compiled: bool, tok
             unfused = torch.compile(unfused, fullgraph=True, dynamic=True, options=options)
         ours, theirs = getattr(act_quant, name)(*given), unfused(*given)
         assert_one_step(tuple(t.cpu() for t in ours), tuple(t.cpu() for t in theirs))
+
+
+def test_a_decoded_layer_takes_one_kernel_less_for_each_fused_site(counted: Engines) -> None:
+    assert {engine.cuda_graphs for engine in counted.values()} == {"NONE"}
+    per_layer = {}
+    for state in ("on", "off"):
+        few, many = (counted[f"{state} {layers}"].decode_kernels for layers in (FEWER, LAYERS))
+        names = sorted(few.keys() | many.keys())
+        # What the step does once, for all layers together, is in both.
+        counts = {name: (many.get(name, 0) - few.get(name, 0)) / (LAYERS - FEWER) for name in names}
+        per_layer[state] = {name: count for name, count in counts.items() if count}
+        print(f"\npasses {state}: {sum(per_layer[state].values()):g} kernels per decoded layer")
+        for name, count in per_layer[state].items():
+            print(f"    {count:g} {name[:110]}")
+    on, off = (sum(per_layer[state].values()) for state in ("on", "off"))
+    assert on == int(on) > 0 and off == int(off)
+    assert off - on >= 3  # two norms and SwiGLU
+
+
+def test_vllms_own_fusion_of_attention_runs_in_front_and_changes_nothing(served: Engines, model: Path) -> None:
+    # It looks for vLLM's attention operator with a static quantiser behind it, of which there is none here.
+    fields = {**SPLITS["partition"], **ROUNDED, "pass_config": {"fuse_attn_quant": True}}
+    compiled, _, _ = run_compiled({"fusion": Engine(model, _arguments({}), fields)}, model.parent, timeout_s=900)
+    ours, alone = compiled["fusion"], served["partition on"]
+    assert _counts(ours) == _counts(alone)
+    assert ours.cuda_graphs == "FULL_AND_PIECEWISE"
+    assert [tokens for tokens, _ in ours.answers] == [tokens for tokens, _ in alone.answers]

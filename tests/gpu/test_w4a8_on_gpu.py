@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 
-from kvcompile.ops import act_quant, w4a8
+from kvcompile.ops import act_quant, launch, nvrtc, w4a8
 from kvcompile.ops.w4a8 import cuda, fused, table
 from kvcompile.ops.w4a8.fused import Tiling
 from kvcompile.ops.w4a8.layout import tiles_along
@@ -38,6 +44,27 @@ TILINGS = (
     Tiling(4, 16, 4, 2, 1),
     Tiling(4, 12, 3, 4, 1),
 )
+
+
+def _kernels() -> set[tuple[Path, str, tuple[tuple[str, int], ...]]]:
+    """(source, architecture, defines) of what the sums of all shapes take."""
+    device = torch.device("cuda", 0)
+    found = set()
+    for (rows, columns, group), tokens, tiling in product(SHAPES, TOKENS, TILINGS):
+        groups = columns // group
+        if cuda.limits(device).plan(tokens, rows, columns, groups, tiling):
+            defines = fused.defines(tiling, tokens, columns, groups, 3)
+            found.add((cuda.SOURCES[tiling.wgmma], launch.arch_of(device), tuple(sorted(defines.items()))))
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Hundreds of kernels, half a second each: compiled side by side beforehand."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), mp_context=spawn) as pool:
+        for done in [pool.submit(nvrtc.compile, source, arch, dict(pairs)) for source, arch, pairs in _kernels()]:
+            done.result()
 
 
 def _runs_here(tiling: Tiling) -> bool:
