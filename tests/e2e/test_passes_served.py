@@ -150,7 +150,6 @@ def test_on_the_models_own_activations_each_fused_site_is_within_one_step_of_wha
 def test_every_graphs_line_says_how_long_the_passes_took(run: Run) -> None:
     spent = [float(ms) / 1000 for ms in re.findall(r"kvcompile passes: graph \d+, \d+ nodes, ([\d.]+) ms: ", run.log)]
     total = [float(seconds) for seconds in re.findall(r"torch\.compile took ([\d.]+) s in total", run.log)]
-    print(
-        f"{run.layers} layers: passes {sum(spent):.4f} s, {max(spent):.4f} s the longest; torch.compile of the three models {total} s"
-    )
+    longest = f"{sum(spent):.4f} s, {max(spent):.4f} s the longest"
+    print(f"{run.layers} layers: passes {longest}; torch.compile of the three models {total} s")
     assert (len(spent), len(total)) == (3 + 3 + 1, 3)
