@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from kvcompile import llama
 from kvcompile.ops import act_quant
 from tests.compiled_engine import Compiled, Engine, run_compiled
 from tests.passes.graphs import assert_one_step, random
@@ -20,7 +22,7 @@ from tests.passes.graphs import assert_one_step, random
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 LAYERS, FEWER = 2, 1
-HIDDEN, INTERMEDIATE = 4096, 14336
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
 EPSILON = 1e-5
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,7 +33,7 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 8192,
     "rms_norm_eps": EPSILON,
     "rope_theta": 500000.0,
@@ -47,8 +49,9 @@ SPLITS: dict[str, dict[str, Any]] = {"piecewise": {}, "partition": {"use_inducto
 # would differ from its own graph by more than the passes may change.
 ROUNDED = {"inductor_compile_config": {"emulate_precision_casts": True}}
 STEPS = 8
-DUMMY = {"load_format": "dummy", "seed": 7, "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
-
+ARGUMENTS = {"seed": 7, "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}
+# Answers are compared, so weights have to matter: vLLM's dummy ones give every token the same log-probability.
+SPREAD = 0.02
 
 Engines = dict[str, Compiled]
 
@@ -58,24 +61,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("passes") / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(7)
+    weights = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=SPREAD).cpu()
+        if len(shape) == 2
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for name, shape, _ in llama.expected(CONFIG, "config.json")
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def _arguments(options: dict[str, Any], layers: int = LAYERS) -> dict[str, Any]:
+def _arguments(options: dict[str, Any], **further: Any) -> dict[str, Any]:
     """Of LLM, for a W4A8 model; `options` of kvcompile."""
     config = {"kvcompile": {"strict": True, **options}}
-    return {
-        **DUMMY,
-        "quantization": "kvcompile_w4a8",
-        "additional_config": config,
-        "hf_overrides": {"num_hidden_layers": layers},
-    }
+    return {**ARGUMENTS, "quantization": "kvcompile_w4a8", "additional_config": config, **further}
+
+
+def _dummy(layers: int) -> dict[str, Any]:
+    return {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": layers}}
 
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Engines:
     """Both ways of splitting with the passes and without, and the unquantised model."""
-    engines = {"unquantised": Engine(model, DUMMY, None)}
+    engines = {"unquantised": Engine(model, ARGUMENTS, None)}
     for split, fields in SPLITS.items():
         engines[f"{split} on"] = Engine(model, _arguments({}), {**fields, **ROUNDED})
         engines[f"{split} off"] = Engine(model, _arguments(OFF), {**fields, **ROUNDED})
@@ -87,7 +97,7 @@ def counted(request: pytest.FixtureRequest, model: Path) -> Engines:
     """Two depths without CUDA graphs: what runs by itself here is what the graph of a decode step would hold."""
     fields = {**SPLITS[request.param], "cudagraph_mode": "NONE"}
     engines = {
-        f"{state} {layers}": Engine(model, _arguments(options, layers), fields, STEPS)
+        f"{state} {layers}": Engine(model, _arguments(options, **_dummy(layers)), fields, STEPS)
         for state, options in (("on", {}), ("off", OFF))
         for layers in (FEWER, LAYERS)
     }

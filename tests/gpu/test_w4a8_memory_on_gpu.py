@@ -16,10 +16,10 @@ from tests.ops.w4a8.weights import make_activations, make_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, GROUP = 4096, 14336, 32000, 8, 128
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, GROUP = 4096, 14336, 32000, 6, 128
 LINEARS = ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
 KV_CACHE_BYTES = 64 << 20
-# cuBLAS's workspace, rotary tables, the sampler's and the runner's buffers; a second copy of the weights is 930 MB.
+# cuBLAS's workspace, rotary tables, the sampler's and the runner's buffers; a second copy of the weights is 640 MiB.
 REST = 200 << 20
 LOAD = """
     import os, sys

@@ -47,14 +47,19 @@ TILINGS = (
 
 
 def _kernels() -> set[tuple[Path, str, tuple[tuple[str, int], ...]]]:
-    """(source, architecture, defines) of what the sums of all shapes take."""
-    device = torch.device("cuda", 0)
-    found = set()
-    for (rows, columns, group), tokens, tiling in product(SHAPES, TOKENS, TILINGS):
+    """(source, architecture, defines) of what the sums, the outputs and the chains below take."""
+    device, found = torch.device("cuda", 0), set()
+    cases = [
+        *((shape, tokens, (3,)) for shape in SHAPES for tokens in TOKENS),
+        *(((rows, 512, 64), tokens, (0, 1, 2)) for rows in (100, 256) for tokens in (1, 5, 31)),
+        ((4096, 4096, 128), 16, (0, 3)),
+    ]
+    for ((rows, columns, group), tokens, outs), tiling in product(cases, TILINGS):
         groups = columns // group
         if cuda.limits(device).plan(tokens, rows, columns, groups, tiling):
-            defines = fused.defines(tiling, tokens, columns, groups, 3)
-            found.add((cuda.SOURCES[tiling.wgmma], launch.arch_of(device), tuple(sorted(defines.items()))))
+            for out in outs:
+                defines = fused.defines(tiling, tokens, columns, groups, out)
+                found.add((cuda.SOURCES[tiling.wgmma], launch.arch_of(device), tuple(sorted(defines.items()))))
     return found
 
 
