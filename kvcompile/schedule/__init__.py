@@ -1,0 +1,1 @@
+"""What the scheduler decides, as plain data types: nothing here knows of vLLM or of torch."""

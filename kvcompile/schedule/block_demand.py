@@ -1,0 +1,63 @@
+"""How many blocks the running requests will take from the pool in the steps to come, at most.
+
+What is certain counts: every request produces one token a step until its limit, and gives its blocks back after it. That
+it may stop earlier is not counted on, so demand is never underestimated.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Holding(NamedTuple):
+    """What a running request holds and may still ask for.
+
+    tokens: tokens of KV at the end of the present step; of a prompt in progress, all of it. blocks: blocks for them.
+    missing: blocks of those that are not allocated yet. left: tokens that it may still add. returned: blocks, of those
+    that it has now, that go back to the pool when it ends (a block shared with another request does not).
+    """
+
+    tokens: int
+    blocks: int
+    missing: int
+    left: int
+    returned: int
+
+
+class BlockDemand:
+    """Blocks needed beyond those in use now, for each step from now (0) to `horizon`.
+
+    release_steps: steps that pass between a request's last token and its blocks being free (with asynchronous
+    scheduling one more is scheduled before the last token is known).
+    """
+
+    def __init__(self, horizon: int, block_tokens: int, release_steps: int) -> None:
+        self.horizon, self.block_tokens, self.release_steps = horizon, block_tokens, release_steps
+        self._change = [0] * (horizon + 1)
+
+    def add(self, holding: Holding) -> None:
+        """Count a request. O(horizon / block_tokens)."""
+        change = self._change
+        tokens, blocks, missing, left, returned = holding
+        change[0] += missing
+        # The first token for which the blocks are too few comes after `blocks * block_tokens - tokens` more.
+        first, last = blocks * self.block_tokens - tokens + 1, min(left, self.horizon)
+        crossings = range(first, last + 1, self.block_tokens)
+        for step in crossings:
+            change[step] += 1
+        end = left + self.release_steps
+        if end <= self.horizon:
+            change[end] -= returned + missing + len(crossings)
+
+    def peak(self) -> int:
+        """The most that is needed at any step of the horizon; 0 if it is never more than now."""
+        return max(0, max(accumulate(self._change)))
+
+    def peak_with(self, holding: Holding) -> int:
+        """`peak` if this request were counted too."""
+        before = self._change.copy()
+        self.add(holding)
+        peak = self.peak()
+        self._change = before
+        return peak

@@ -1,0 +1,70 @@
+"""The look-ahead against playing every step: no fewer blocks than will be needed, and no more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcompile.schedule.block_demand import BlockDemand, Holding
+
+
+def _played(holdings: list[Holding], horizon: int, block_tokens: int, release_steps: int) -> int:
+    """Blocks needed beyond those in use now at the worst step, by playing each of them."""
+    worst = 0
+    for step in range(horizon + 1):
+        needed = 0
+        for holding in holdings:
+            if step >= holding.left + release_steps:
+                needed -= holding.returned
+                continue
+            tokens = holding.tokens + min(step, holding.left)
+            needed += max(holding.blocks, -(-tokens // block_tokens)) - holding.blocks + holding.missing
+        worst = max(worst, needed)
+    return worst
+
+
+def _holding(rng: random.Random, block_tokens: int) -> Holding:
+    tokens = rng.randrange(1, 400)
+    blocks = -(-tokens // block_tokens)
+    missing = rng.choice([0, 0, rng.randrange(blocks + 1)])
+    return Holding(tokens, blocks, missing, rng.choice([0, 1, 5, 40, 1000]), rng.randrange(blocks - missing + 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_peak_is_that_of_playing_every_step(seed: int) -> None:
+    rng = random.Random(seed)
+    for horizon, block_tokens, release_steps in [(1, 16, 1), (32, 16, 1), (32, 16, 2), (100, 8, 2), (7, 128, 1)]:
+        holdings = [_holding(rng, block_tokens) for _ in range(rng.randrange(1, 30))]
+        demand = BlockDemand(horizon, block_tokens, release_steps)
+        for count, holding in enumerate(holdings):
+            asked = demand.peak_with(holding)
+            demand.add(holding)
+            assert demand.peak() == asked == _played(holdings[: count + 1], horizon, block_tokens, release_steps)
+
+
+def test_nobody_needs_nothing() -> None:
+    assert BlockDemand(32, 16, 1).peak() == 0
+
+
+def test_a_request_at_the_end_of_a_block_needs_one_at_the_next_token_and_one_every_sixteen_after() -> None:
+    for horizon, needed in [(1, 1), (16, 1), (17, 2), (32, 2), (33, 3)]:
+        demand = BlockDemand(horizon, 16, 1)
+        demand.add(Holding(tokens=64, blocks=4, missing=0, left=1000, returned=0))
+        assert demand.peak() == needed
+
+
+def test_nothing_is_needed_after_the_last_token() -> None:
+    demand = BlockDemand(1000, 16, 1)
+    demand.add(Holding(tokens=64, blocks=4, missing=0, left=16, returned=0))
+    assert demand.peak() == 1
+
+
+def test_what_one_gives_back_another_may_take_but_not_before() -> None:
+    ends = Holding(tokens=160, blocks=10, missing=0, left=3, returned=10)
+    grows = Holding(tokens=64, blocks=4, missing=0, left=1000, returned=0)
+    demand = BlockDemand(100, 16, 2)
+    demand.add(ends)
+    demand.add(grows)
+    # The one takes its 11th block at once and gives all back at step 5; the other takes one at step 1.
+    assert demand.peak() == 2
