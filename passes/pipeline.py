@@ -158,7 +158,8 @@ def source_hash(*packages: ModuleType) -> str:
 def operator_schemas() -> list[str]:
     """The schemas of all operators registered under `kvcompile::`, sorted.
 
-    Every operator family is loaded first: the answer must not depend on what this process happened to import so far.
+    Every operator family of `kvcompile.ops` is loaded first, so that it does not matter what of them this process
+    happened to import so far. An integration's own operators are among them where that has registered them.
     """
     for module in pkgutil.iter_modules(kvcompile.ops.__path__, f"{kvcompile.ops.__name__}."):
         importlib.import_module(module.name)

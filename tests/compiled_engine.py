@@ -155,3 +155,12 @@ def run_compiled(
     lines = [json.loads(line.removeprefix("ENGINE ")) for line in log.splitlines() if line.startswith("ENGINE ")]
     compiled = {name: Compiled(**line) for name, line in zip(engines, lines, strict=True)}
     return compiled, torch.load(sites), log
+
+
+def apart(one: Compiled, other: Compiled) -> float:
+    """Mean distance of the log-probabilities of the prompts' tokens, which both were given."""
+    parts = []
+    for (tokens, a), (_, b) in zip(one.answers, other.answers, strict=True):
+        given = len(tokens) - 6 - 1
+        parts.append((torch.tensor(a[:given]) - torch.tensor(b[:given])).abs())
+    return torch.cat(parts).mean().item()

@@ -10,12 +10,12 @@ import torch
 
 from kvcompile.config import UsageError
 from kvcompile.ops.w4a8 import W4A8Weight
+from kvcompile.shards import INDEX
 from kvcompile.tools import qserve, qserve_source
 from kvcompile.tools.qserve_source import ELSEWHERE, FLOATS, KEPT, LINEARS, MERGED, QServeSource, Tensors
 from kvcompile.tools.quantize_output import Entry, Workspace, found, kept
 from kvcompile.tools.quantize_paths import source_and_out
 from kvcompile.tools.quantize_progress import say
-from kvcompile.tools.quantize_source import INDEX
 
 _DTYPES = {torch.uint8: "U8", **FLOATS}  # what OUT may hold
 _NO_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")

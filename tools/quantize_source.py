@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ from torch import Tensor
 from kvcompile.config import UsageError
 from kvcompile.llama import ARCHITECTURES, expected, is_superfluous
 from kvcompile.ops.w4a8 import legal_group
+from kvcompile.shards import INDEX, announced
 from kvcompile.tools import checked_dir
-
-INDEX = "model.safetensors.index.json"
 
 _FLOATS = ("BF16", "F16", "F32")
 # Errors are squared and summed in float32: up to here the sum over a whole linear cannot overflow. Trained weights stay
 # below 1e4.
 LARGEST = 2.0**48
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
 class TensorFiles:
@@ -210,10 +207,7 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str]]:
         files = ["model.safetensors"]
     else:
         present = {file.name for file in path.glob("*.safetensors")}
-        # model-00002-of-00003 says that there are three.
-        numbered = [match for match in map(_NUMBERED.fullmatch, present) if match]
-        announced = {f"{m[1]}-{i:05}-of-{m[2]}.safetensors" for m in numbered for i in range(1, int(m[2]) + 1)}
-        files = sorted(present | announced)
+        files = sorted(present | announced(present))
     if not files:
         raise UsageError(f"SRC {path}: no safetensors file; convert the checkpoint to safetensors first")
     missing = next((file for file in files if not (path / file).is_file()), None)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kvcompile.config import UsageError
 from kvcompile.ops.w4a8 import W4A8Weight, quantize
+from kvcompile.shards import INDEX
 from kvcompile.tools import quantize_calibrate
 from kvcompile.tools.quantize_model import LayerwiseModel, windows
 from kvcompile.tools.quantize_output import LAYER_SUFFIX, Entry, Workspace, stored_bytes
 from kvcompile.tools.quantize_progress import Advance
 from kvcompile.tools.quantize_report import Row, linear_row
 from kvcompile.tools.quantize_search import search
-from kvcompile.tools.quantize_source import INDEX, Source, TensorFiles
+from kvcompile.tools.quantize_source import Source, TensorFiles
 
 WINDOW = 512  # tokens of calibration text that see each other
 

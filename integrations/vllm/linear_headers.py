@@ -19,12 +19,10 @@ from kvcompile.config import UsageError
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.llama import ARCHITECTURES, Expected, expected, is_superfluous
-
-INDEX = "model.safetensors.index.json"
+from kvcompile.shards import INDEX, announced
 
 # Those under which vLLM reads a folder's *.safetensors as they are.
 _FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _FLOATS = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32"}
 _DTYPES = {**_FLOATS, "U8": "torch.uint8", "I8": "torch.int8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
 # Scales of vLLM's own fp8 KV cache, which it takes or leaves by itself.
@@ -115,9 +113,7 @@ def _files(folder: Path, model: str) -> list[Path]:
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"model {model}: {INDEX} has no weight_map that can be read; {_ANEW}") from error
     else:
-        # model-00002-of-00003 says that there are three.
-        numbered = [match for match in map(_NUMBERED.fullmatch, present) if match]
-        wanted = present | {f"{m[1]}-{i:05}-of-{m[2]}.safetensors" for m in numbered for i in range(1, int(m[2]) + 1)}
+        wanted = present | announced(present)
     if missing := sorted(str(name) for name in wanted - present):
         raise UsageError(f"model {model}: file {missing[0]} is missing; {_ANEW}")
     return [folder / name for name in sorted(wanted)]

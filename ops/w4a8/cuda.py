@@ -74,10 +74,8 @@ def prepare(device: torch.device, rows: int, columns: int, groups: int, out_dtyp
     start = time.monotonic()
     found = limits(device)
     kernels = {_rebuild_kernel(device)}
-    for tokens in (1, *(each * step for each in table.MEASURED_TOKENS for step in (1, 2))):
-        if tiling := table.choose(found, tokens, rows, columns, groups):
-            tiles = fused.token_tiles(tokens, wgmma=tiling.wgmma)
-            kernels.add(_fused_kernel(device, tiling, tiles, columns, groups, _OUT[out_dtype]))
+    for tiling, tiles in table.kernels(found, rows, columns, groups):
+        kernels.add(_fused_kernel(device, tiling, tiles, columns, groups, _OUT[out_dtype]))
     seconds = time.monotonic() - start
     if seconds > 1:
         logger.info("%d kernels for %d x %d linears compiled in %.0f s", len(kernels), rows, columns, seconds)

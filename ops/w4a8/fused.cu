@@ -20,6 +20,8 @@
 
 #include "fused.cuh"
 
+static_assert(R == 1 || R == 2, "a warp reads one tile or two of a unit");
+
 __device__ __forceinline__ void mma(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

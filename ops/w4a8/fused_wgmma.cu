@@ -99,10 +99,10 @@ __device__ __forceinline__ void load_activations(unsigned char* x_tile, const si
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
     w4a8_fused_wgmma(const signed char* __restrict__ x, const float* __restrict__ x_scale,
-                     const uint4* __restrict__ tiles,
-               const unsigned char* __restrict__ group_params, const float* __restrict__ channel_scales,
-               const void* __restrict__ bias, void* __restrict__ y, int tokens, int rows, int columns, int groups,
-               int steps_per_group, int phase_steps, int most_units) {
+                     const uint4* __restrict__ tiles, const unsigned char* __restrict__ group_params,
+                     const float* __restrict__ channel_scales, const void* __restrict__ bias, void* __restrict__ y,
+                     int tokens, int rows, int columns, int groups, int steps_per_group, int phase_steps,
+                     int most_units) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = SPLIT == 1 ? 0 : blockIdx.x % SPLIT;

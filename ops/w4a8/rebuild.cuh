@@ -1,3 +1,5 @@
+// The rebuilt weight, four values at a time.
+
 #pragma once
 
 // Four values w8' = w4 * s2 - z * s2 of one channel. Each plus 128 is a digit 0..255 of a number to the base 256, so

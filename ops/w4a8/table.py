@@ -74,6 +74,18 @@ def choose(limits: Limits, tokens: int, rows: int, columns: int, groups: int) ->
     return estimate.choose(limits, tokens, rows, columns, groups)
 
 
+def kernels(limits: Limits, rows: int, columns: int, groups: int) -> set[tuple[Tiling, int]]:
+    """All kernels that `choose` takes for a weight, whatever the number of tokens: tiling, and tiles of tokens in it.
+
+    Every number is asked: how many tokens there are decides what fits the shared memory, not only how they tile.
+    """
+    found = set()
+    for tokens in range(1, 2 * MEASURED_TOKENS[-1] + 1):
+        if tiling := choose(limits, tokens, rows, columns, groups):
+            found.add((tiling, fused.token_tiles(tokens, wgmma=tiling.wgmma)))
+    return found
+
+
 def candidates(limits: Limits, tokens: int) -> list[Tiling]:
     """The tilings that are worth measuring on a GPU for that many tokens. Some may not fit a shape."""
     if tokens <= _FEW_TOKENS:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcompile.ops import act_quant
-from tests.compiled_engine import Compiled, Engine, run_compiled
+from tests.compiled_engine import Compiled, Engine, apart, run_compiled
 from tests.e2e.w4a8_model import LAYERS, write_plain
 from tests.passes.graphs import assert_one_step
 from tests.passes.unfused import UNFUSED
@@ -56,14 +56,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(LAYERS if small else 30, compiled, sites, log)
 
 
-def _only_ours(calls: list[Counter[str]]) -> list[dict[str, int]]:
-    return [dict(found) for found in calls]
-
-
 def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_ours(run: Run) -> None:
     n = run.layers
     # 2n norms feed linears; the one behind the last layer feeds lm_head, which is not quantised, and stays a norm.
-    assert _only_ours(run.engines["partition"].calls()) == [
+    assert run.engines["partition"].calls() == [
         {
             "kvcompile::rms_norm_quant": 1,  # the first has no residual yet
             "kvcompile::fused_add_rms_norm_quant": 2 * n - 1,
@@ -77,7 +73,7 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
 
 def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> None:
     # To the first attention; from one to the next, shared by all layers but the last; from the last on.
-    assert _only_ours(run.engines["piecewise"].calls()) == [
+    assert run.engines["piecewise"].calls() == [
         {"kvcompile::rms_norm_quant": 1, "kvcompile::w4a8_linear": 1},
         {
             "kvcompile::quant_per_token": 1,
@@ -95,7 +91,7 @@ def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> No
 
 
 def test_without_the_passes_every_linear_has_its_quantiser(run: Run) -> None:
-    assert _only_ours(run.engines["off"].calls()) == [
+    assert run.engines["off"].calls() == [
         {"kvcompile::quant_per_token": n, "kvcompile::w4a8_linear": n} for n in (1, 4, 3)
     ]
 
@@ -124,18 +120,9 @@ def test_with_the_passes_the_compiled_model_answers_no_farther_from_the_uncompil
     step now and then, and thirty layers of 4-bit weights make that much of it.
     """
     eager, ours, without = (run.engines[name] for name in ("eager", "piecewise", "off"))
-    with_passes, without_passes = _apart(ours, eager), _apart(without, eager)
+    with_passes, without_passes = apart(ours, eager), apart(without, eager)
     print(f"{run.layers} layers: {with_passes:.6f} from the uncompiled model, without passes {without_passes:.6f}")
     assert with_passes <= max(1.5 * without_passes, 1e-3)
-
-
-def _apart(one: Compiled, other: Compiled) -> float:
-    """Mean distance of the log-probabilities of the prompts' tokens, which both were given."""
-    parts = []
-    for (tokens, a), (_, b) in zip(one.answers, other.answers, strict=True):
-        given = len(tokens) - 6 - 1
-        parts.append((torch.tensor(a[:given]) - torch.tensor(b[:given])).abs())
-    return torch.cat(parts).mean().item()
 
 
 def test_on_the_models_own_activations_each_fused_site_is_within_one_step_of_what_it_replaced(run: Run) -> None:

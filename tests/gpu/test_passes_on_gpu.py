@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from kvcompile import llama
 from kvcompile.ops import act_quant
-from tests.compiled_engine import Compiled, Engine, run_compiled
+from tests.compiled_engine import Compiled, Engine, apart, run_compiled
 from tests.passes.graphs import assert_one_step, random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
@@ -153,19 +153,10 @@ def test_cuda_graphs_stay_full_and_piecewise(served: Engines, split: str, state:
     assert (engine.mode, engine.cuda_graphs) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
 
 
-def _apart(one: Compiled, other: Compiled) -> float:
-    """Mean distance of the log-probabilities of the prompts' tokens, which both were given."""
-    parts = []
-    for (tokens, a), (_, b) in zip(one.answers, other.answers, strict=True):
-        given = len(tokens) - 6 - 1
-        parts.append((torch.tensor(a[:given]) - torch.tensor(b[:given])).abs())
-    return torch.cat(parts).mean().item()
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_answers_are_the_same_with_and_without_the_passes(served: Engines, split: str) -> None:
     ours, theirs = served[f"{split} on"], served[f"{split} off"]
-    difference, error = _apart(ours, theirs), _apart(theirs, served["unquantised"])
+    difference, error = apart(ours, theirs), apart(theirs, served["unquantised"])
     same = sum(a[:-5] == b[:-5] for (a, _), (b, _) in zip(ours.answers, theirs.answers, strict=True))
     print(
         f"\n{split}: log-probabilities {difference:.6f} apart with and without the passes, {error:.6f} from the "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcompile.ops import nvrtc
-from kvcompile.ops.w4a8 import estimate, table
+from kvcompile.ops.w4a8 import estimate, fused, table
 from kvcompile.ops.w4a8.fused import Tiling
 from kvcompile.ops.w4a8.limits import Limits
 from tests.ops.w4a8.gpus import A100, GPUS, H200, LLAMA_8B, RTX_3090
@@ -194,6 +194,18 @@ def test_a_gpu_without_a_table_gets_what_fits_and_never_goes_back_from_rebuilt_t
         fused_at = [tiling is not None for tiling in chosen]
         assert fused_at == sorted(fused_at, reverse=True), shape
         assert fused_at[0] and not fused_at[-1], shape
+
+
+def test_the_kernels_of_a_weight_are_those_of_every_number_of_tokens(folder: Path) -> None:
+    found = table.kernels(RTX_3090, 8192, 28672, 224)
+    # 9 to 15 tokens leave room in shared memory for what 16 do not: a kernel that no round number asks for.
+    twelve, sixteen = (table.choose(RTX_3090, tokens, 8192, 28672, 224) for tokens in (12, 16))
+    assert twelve is not None and (twelve, 2) in found and twelve != sixteen
+    assert table.kernels(H200, 4096, 4096, 32) >= {
+        (tiling, fused.token_tiles(tokens, wgmma=tiling.wgmma))
+        for tokens in (1, 5, 40, 100)
+        if (tiling := table.choose(H200, tokens, 4096, 4096, 32))
+    }
 
 
 def test_candidates_are_many_and_each_fits_registers_warps_and_the_gpu() -> None:
