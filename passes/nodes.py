@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch.fx import Node
 
 _aten = torch.ops.aten
@@ -44,9 +44,14 @@ def is_item(node: Any, index: int) -> bool:
 
 
 def operator_name(node: Node) -> str:
-    """`namespace::name` of the operator that a node calls, also through auto_functionalized; "" for anything else."""
-    target = node.args[0] if calls(node, auto_functionalized) else node.target
+    """`namespace::name` of the operator that a node calls, also through either auto_functionalized; "" otherwise."""
+    target = node.args[0] if calls(node, auto_functionalized, auto_functionalized_v2) else node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_ours(name: str) -> bool:
+    """Whether an operator of that name is kvcompile's: what a pass has put in is no site of another one."""
+    return name.startswith("kvcompile::")
 
 
 def arguments(node: Node) -> dict[str, Any]:

@@ -44,7 +44,16 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.fuse import Fusion, Kept, Misfit, fuse_quantisers
-from kvcompile.passes.nodes import arguments, behind_views, calls, is_item, operator_name, pointwise_cone, value
+from kvcompile.passes.nodes import (
+    arguments,
+    behind_views,
+    calls,
+    is_item,
+    is_ours,
+    operator_name,
+    pointwise_cone,
+    value,
+)
 from kvcompile.passes.result import PassResult
 
 _RMS_NORM = "vllm_ir::rms_norm"
@@ -110,8 +119,8 @@ def _refuse_other_norms(y: Node) -> None:
     while calls(source, torch.ops.prims.convert_element_type.default):
         source = behind_views(source.args[0])
     name = operator_name(source.args[0] if calls(source, operator.getitem) else source)
-    if name == "kvcompile::fused_add_rms_norm_quant":
-        return  # its new residual: not normalised
+    if is_ours(name):
+        return  # its new residual, which is not normalised, or a row that it has quantised already
     if "allreduce" in name:
         raise Kept(f"{name}: fused with the all-reduce before it")
     if name == _RMS_NORM or (name == _ADD_RMS_NORM and is_item(source, 0)):

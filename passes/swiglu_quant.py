@@ -55,7 +55,17 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
 
 from kvcompile.passes.fuse import Fusion, Misfit, fuse_quantisers
-from kvcompile.passes.nodes import arguments, calls, is_item, is_view, operator_name, pointwise_cone, value, width
+from kvcompile.passes.nodes import (
+    arguments,
+    calls,
+    is_item,
+    is_ours,
+    is_view,
+    operator_name,
+    pointwise_cone,
+    value,
+    width,
+)
 from kvcompile.passes.result import PassResult
 
 _aten = torch.ops.aten
@@ -199,8 +209,9 @@ def _is_last(dim: int, node: Node) -> bool:
 def _refuse_other_activations(y: Node) -> None:
     """Raise if y looks like SwiGLU in a form that this pass does not know."""
     for node in pointwise_cone(y):
-        if "silu" in operator_name(node):
-            raise Misfit(f"{node.name}, {operator_name(node)}, is in no form of SwiGLU that this pass knows")
+        name = operator_name(node)
+        if "silu" in name and not is_ours(name):
+            raise Misfit(f"{node.name}, {name}, is in no form of SwiGLU that this pass knows")
         if calls(node, _aten.exp.default):
             raise Misfit(f"{node.name} is an exponential function in no form of SwiGLU that this pass knows")
 

@@ -291,6 +291,9 @@ NO_CANDIDATES = {
     "behind attention over normalised queries": lambda x, r, w: quant(rms_norm(x, w, 1e-5) @ r.t()),
     "behind the residual": lambda x, r, w: quant(fused_add_rms_norm(x, r, w, 1e-5)[1]),
     "behind the residual of a norm behind the block": lambda x, r, w: quant(r + rms_norm(x, w, 1e-5)),
+    "behind what is fused already": lambda x, r, w: quant(
+        torch.ops.kvcompile.rms_norm_quant(x, w, 1e-5)[0].view(-1, 64).float()
+    ),
     "behind SwiGLU": lambda x, r, w: quant(torch.nn.functional.silu(x[..., :32]) * x[..., 32:]),
 }
 

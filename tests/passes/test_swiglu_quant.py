@@ -28,6 +28,11 @@ def kernel(x: torch.Tensor) -> torch.Tensor:
     return auto_functionalized(torch.ops._C.silu_and_mul.default, out=out, input=x)[1]
 
 
+def fused(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this pass puts in."""
+    return torch.ops.kvcompile.silu_mul_quant(x)
+
+
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
@@ -285,6 +290,7 @@ NO_CANDIDATES = {
     "behind an input": lambda x, other: quant(x.view(-1, 64)),
     "behind gated attention": lambda x, other: quant(x * torch.sigmoid(other)),
     "behind a linear behind SwiGLU": lambda x, other: quant(native(x) @ other[..., :32].t()),
+    "behind what is fused already": lambda x, other: quant(fused(x)[0].float() * fused(x)[1][:, None]),
     "behind a norm": lambda x, other: quant(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)),
 }
 
