@@ -27,6 +27,9 @@ from kvcompile.presets import NAME, refuse_unavailable
 
 logger = init_logger("vllm.kvcompile")
 
+# No field of vLLM's, so an entry of the configuration's __dict__, as is the mark of a request.
+_SAID = "_kvcompile_startup_line"
+
 # Backends that read and write that layout: ours, and vLLM's own Triton kernels. The CPU platform would replace the
 # latter, with a line in its log, by kernels that take the int8 cache for fp8.
 _KV8_BACKENDS = {None, AttentionBackendEnum.CUSTOM}
@@ -55,8 +58,14 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
         _refuse_inactive(resolved.config, report.in_the_way(config, notes))
-    logger.info(report.startup_line(config, notes))
+    config.__dict__[_SAID] = report.startup_line(config, notes)
+    logger.info(startup_line(config))
     return config
+
+
+def startup_line(config: VllmConfig) -> str:
+    """What `create_engine_config` has logged of its result, whether or not the log shows it."""
+    return config.__dict__[_SAID]
 
 
 def _refuse_inactive(config: KVCompileConfig, off: Mapping[str, str]) -> None:

@@ -49,6 +49,21 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
     return off
 
 
+def unreachable(config: VllmConfig) -> str | None:
+    """Why no graph reaches a pass, whichever are switched on; None if graphs do."""
+    mode, backend = config.compilation_config.mode, config.compilation_config.backend
+    if mode == CompilationMode.NONE:
+        why = "--enforce-eager" if config.model_config.enforce_eager else "compilation mode NONE"
+        return f"{why}: nothing is compiled"
+    if mode != CompilationMode.VLLM_COMPILE:
+        return f"compilation mode {mode.name} runs no passes"
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE is set: nothing is compiled"
+    if backend != "inductor":
+        return f"compilation backend {backend} runs no passes"
+    return None
+
+
 def _kv8(config: VllmConfig) -> tuple[str, str | None]:
     size, itemsize = config.model_config.get_head_size(), config.model_config.dtype.itemsize
     kernels = "torch CPU operators" if current_platform.is_cpu() else "vLLM's Triton int8 kernels"
@@ -56,16 +71,8 @@ def _kv8(config: VllmConfig) -> tuple[str, str | None]:
 
 
 def _passes(config: VllmConfig) -> tuple[str, str | None]:
-    mode, backend = config.compilation_config.mode, config.compilation_config.backend
-    if mode == CompilationMode.NONE:
-        why = "--enforce-eager" if config.model_config.enforce_eager else "compilation mode NONE"
-        return "", f"{why}: nothing is compiled"
-    if mode != CompilationMode.VLLM_COMPILE:
-        return "", f"compilation mode {mode.name} runs no passes"
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return "", "TORCHDYNAMO_DISABLE is set: nothing is compiled"
-    if backend != "inductor":
-        return "", f"compilation backend {backend} runs no passes"
+    if why := unreachable(config):
+        return "", why
     on = _switched_on(config)
     if not on:
         return "", "every pass is switched off"

@@ -9,17 +9,15 @@ nothing else afterwards. Compile caches would hide the passes: VLLM_CACHE_ROOT m
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 from unittest.mock import patch
 
 import torch
 from torch._functorch._aot_autograd import autograd_cache
 from vllm.compilation.backends import CompilerManager, VllmBackend
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.config.utils import Range
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -28,13 +26,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kvcompile.config import UsageError
-from kvcompile.integrations.vllm import checks, report
+from kvcompile.integrations.vllm import checks, preset, report
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.passes.pipeline import Observer, PassError, observed_by
 from kvcompile.plugin import register
 from kvcompile.presets import NAME
 
-# Nothing is ever put into it. What is too little for one request of the model's full length is refused by name.
+# Where the user names none: vLLM would ask for most of the host. Compiling ends before it is allocated.
 _CPU_CACHE_BYTES = 1 << 30
 
 
@@ -67,6 +65,10 @@ class _AllSeen(BaseException):
     """Leaves the engine."""
 
 
+class _Lost(BaseException):
+    """Leaves the engine too: vLLM compiles otherwise than the wrappers here can follow. Its text says how."""
+
+
 def compile_model(model: str, arguments: Sequence[str], watcher: Watcher) -> None:
     """Compile `model` with the flags of `vllm serve` in `arguments` and the preset. Raises `UsageError`."""
     register()
@@ -74,16 +76,19 @@ def compile_model(model: str, arguments: Sequence[str], watcher: Watcher) -> Non
     checks.refuse_missing_checkpoint(args.model)
     if args.speculative_config is not None:
         raise UsageError("--speculative-config is given; the graphs of the model alone are shown: leave it out")
-    with _startup_lines() as lines:
-        # Some defaults depend on who asks: those of the server.
-        config = _config(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config = _config(args)
     _refuse_uncompiled(config)
-    watcher.configured(_settings(config), lines[-1])
+    watcher.configured(_settings(config), preset.startup_line(config))
     try:
         with _up_to_the_passes(watcher, config), observed_by(watcher):
             LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
     except _AllSeen:
         return
+    except _Lost as lost:
+        raise UsageError(
+            f"model {model}: {lost}, so its graph cannot be shown; leave out what of these flags and of vLLM's "
+            "environment variables is about compiling"
+        ) from None
     raise UsageError(f"model {model}: vLLM compiled nothing with these flags; leave out what switches compilation off")
 
 
@@ -108,34 +113,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"vLLM refused the flags: {' '.join(str(error).split())}") from error
 
 
-def _config(args: argparse.Namespace) -> EngineArgs:
-    """EngineArgs that need neither a tokenizer nor most of the memory, which have nothing to do with the graph."""
+def _config(args: argparse.Namespace) -> VllmConfig:
+    """A configuration that needs neither a tokenizer nor a KV cache, which have nothing to do with the graph."""
     args.skip_tokenizer_init = True
-    if current_platform.is_cpu() and args.kv_cache_memory_bytes is None:
+    sized_by_us = current_platform.is_cpu() and args.kv_cache_memory_bytes is None
+    if sized_by_us:
         args.kv_cache_memory_bytes = _CPU_CACHE_BYTES
     try:
-        return EngineArgs.from_cli_args(args)
+        engine_args = EngineArgs.from_cli_args(args)
     except UsageError:
         raise
     except ValueError as error:
         raise UsageError(f"model {args.model}: vLLM refused: {' '.join(str(error).split())}") from error
-
-
-@contextmanager
-def _startup_lines() -> Iterator[list[str]]:
-    """What kvcompile logs meanwhile; the last line is what it is going to do."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("vllm.kvcompile"), Keep(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
+    # A size that the user has not given is not judged: neither a request of the full length nor the host need have it.
+    with patch.object(checks, "refuse_too_little_memory", lambda config: None) if sized_by_us else nullcontext():
+        # Some defaults depend on who asks: those of the server.
+        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def _refuse_uncompiled(config: VllmConfig) -> None:
@@ -145,11 +138,9 @@ def _refuse_uncompiled(config: VllmConfig) -> None:
             f"these flags ask for {parallel.world_size_across_dp} processes (tensor, pipeline or data parallel); "
             "allowed is 1: leave them out, the graph of a rank differs in widths only"
         )
-    compilation = config.compilation_config
-    if not isinstance(compilation.inductor_compile_config.get(PASS_KEY), KVCompilePass):
+    if not isinstance(config.compilation_config.inductor_compile_config.get(PASS_KEY), KVCompilePass):
         raise UsageError(f"{PASS_KEY} is given, which takes the place of kvcompile's passes; leave it out")
-    if compilation.mode != CompilationMode.VLLM_COMPILE or compilation.backend != "inductor" or _dynamo_is_off():
-        why = report.why_not(config, {})["passes"]
+    if why := report.unreachable(config):
         raise UsageError(f"no graph reaches the passes ({why}); leave out what switches that off")
 
 
@@ -186,10 +177,6 @@ def _vllm_passes(config: VllmConfig) -> list[str]:
     return sorted(name for name, value in values.items() if value is True)
 
 
-def _dynamo_is_off() -> bool:
-    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-
-
 @contextmanager
 def _up_to_the_passes(watcher: Watcher, config: VllmConfig) -> Iterator[None]:
     seen = _Seen(watcher, config)
@@ -217,7 +204,8 @@ class _Seen:
     def compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(manager: CompilerManager, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             number, sizes = kwargs["graph_index"], kwargs["compile_range"]
-            assert isinstance(sizes, Range)
+            if not isinstance(sizes, Range):
+                raise _Lost(f"piece {number} is compiled for {sizes!r} instead of a range of batch sizes")
             tokens = (sizes.start, sizes.end)
             self._watcher.piece(number, tokens, graph, list(self._layers))
             self._key = None
@@ -230,7 +218,7 @@ class _Seen:
                     self._first[self._key] = number, tokens
                 return graph
             if self._key not in self._first:
-                raise RuntimeError(f"piece {number} was compiled without a pass being called")
+                raise _Lost(f"piece {number} was compiled without a pass being called")
             self._watcher.same_as(*self._first[self._key])
             return compiled
 
