@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from kvcompile.config import UsageError
 from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_report, graph_summary, graph_text
 
 DEFAULT_FOLDER = "kvcompile-graphs"
+_TAIL_BYTES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 with a dump, also of a model without a match; 1 if a strict pass or vLLM failed; of --diff 1 if they differ."""
+    if broken := [word for word in args.given if "\\udc" in ascii(word)]:
+        raise UsageError(f"{broken[0]!r} is no text in UTF-8, in which everything is written; use another name")
     if args.diff is not None:
         return _diff(args)
     if args.model is None:
@@ -71,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.flags[0]} stands before the model; give MODEL first, then vLLM's flags")
     folder = args.out or Path(DEFAULT_FOLDER)
     graph_folder.refuse_foreign(folder)
-    if args.keep_log is not None and (args.keep_log.is_dir() or not args.keep_log.absolute().parent.is_dir()):
-        raise UsageError(f"--keep-log {args.keep_log}: no file can be written there; name one in an existing folder")
+    if args.keep_log is not None:
+        _refuse_unwritable(args.keep_log, folder)
     console = Console(highlight=False)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
@@ -81,16 +85,43 @@ def run(args: argparse.Namespace) -> int:
             content = _compile(console, args.model, args.flags, Path(scratch), log)
         finally:
             if args.keep_log is not None and log.exists():
-                shutil.copyfile(log, args.keep_log)
+                _keep(log, args.keep_log)
         if content is None:
             return 1
         graph_folder.replace(folder, lambda into: _fill(into, content, log))
     graph_summary.show(console, content)
     seconds = time.monotonic() - start
-    console.print(f"Compiled cold, up to the passes, in {seconds:.0f} s. Written: {folder}", markup=False)
+    console.print(Text(f"Compiled cold, up to the passes, in {seconds:.0f} s. Written: {folder}"))
     if args.open_report and not webbrowser.open((folder.absolute() / graph_folder.REPORT).as_uri()):
-        console.print(f"No browser was found: open {folder / graph_folder.REPORT} yourself.", markup=False)
+        console.print(Text(f"No browser was found: open {folder / graph_folder.REPORT} yourself."))
     return 1 if content["faults"] else 0
+
+
+def _refuse_unwritable(kept: Path, folder: Path) -> None:
+    """Raise `UsageError` unless a log can be written to `kept`. What is there already is left for now."""
+    try:
+        if kept.resolve().is_relative_to(folder.resolve()):
+            raise UsageError(f"--keep-log {kept}: is in {folder}, which is written anew; name a file elsewhere")
+        if kept.is_fifo():
+            raise UsageError(f"--keep-log {kept}: is a pipe; name a file")
+        there = kept.exists()
+        with kept.open("ab"):
+            pass
+        if not there:
+            kept.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--keep-log {kept}: cannot be written ({error.strerror or error}); name a file in an existing folder"
+        ) from None
+
+
+def _keep(log: Path, kept: Path) -> None:
+    """A failure is said and no more: the dump, or an error on its way, counts more than its log."""
+    try:
+        shutil.copyfile(log, kept)
+    except OSError as error:
+        why = error.strerror or error
+        print(f"kvcompile graph-dump: --keep-log {kept}: the log could not be written ({why})", file=sys.stderr)
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -126,7 +157,8 @@ def _compile(console: Console, model: str, flags: list[str], scratch: Path, log:
                     code = process.wait(0.5)
                     break
                 except subprocess.TimeoutExpired:
-                    status.update(f"compiling, up to the passes: {_last_line(log)[: max(20, console.width - 40)]}")
+                    said = _last_line(log)[: max(20, console.width - 40)]
+                    status.update(Text(f"compiling, up to the passes: {said}"))
         finally:
             with contextlib.suppress(ProcessLookupError):  # with it ends what it has started
                 os.killpg(process.pid, signal.SIGKILL)
@@ -149,8 +181,10 @@ def _fill(into: Path, content: dict[str, Any], log: Path) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return lines[-1].replace("[", "(") if lines else ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return lines[-1] if lines else ""
 
 
 def _last_error(log: Path) -> str | None:
