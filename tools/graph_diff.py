@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvcompile.tools.graph_document import Document
 from kvcompile.tools.graph_summary import change
@@ -41,7 +42,7 @@ def differences(a: Document, b: Document) -> list[Difference]:
 
 def show(console: Console, names: tuple[str, str], found: Iterable[Difference]) -> None:
     found = list(found)
-    console.print(f"A: {names[0]}\nB: {names[1]}", markup=False)
+    console.print(Text(f"A: {names[0]}\nB: {names[1]}"))
     if not found:
         console.print("Equal: the same sites, operators, bytes, settings and versions.")
         return
@@ -52,9 +53,9 @@ def show(console: Console, names: tuple[str, str], found: Iterable[Difference]) 
             table.add_column(name, justify="right" if counts and name else "left", overflow="fold")
         for _, what, a, b in (difference for difference in found if difference.part == part):
             if counts:
-                table.add_row(what, f"{a or 0:,}", f"{b or 0:,}", change(a or 0, b or 0))
+                table.add_row(Text(what), f"{a or 0:,}", f"{b or 0:,}", change(a or 0, b or 0))
             else:
-                table.add_row(what, *("-" if value is None else str(value) for value in (a, b)))
+                table.add_row(Text(what), *(Text("-" if value is None else str(value)) for value in (a, b)))
         console.print(table)
 
 

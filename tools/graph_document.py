@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.config import UsageError
+from kvcompile.tools.graph_damage import damage
 
 KIND = "kvcompile graph-dump"
 SCHEMA = 1
@@ -91,6 +92,7 @@ def read(path: Path) -> Document:
     again = "give the graphs.json of a kvcompile graph-dump"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # half a character, escaped, is JSON and cannot be shown
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}; {again}") from None
     except (ValueError, RecursionError) as error:
@@ -101,29 +103,12 @@ def read(path: Path) -> Document:
         raise UsageError(
             f"{path} has schema {content.get('schema')!r}; this kvcompile reads {SCHEMA}: dump that model again with it"
         )
-    if damage := _damage(content):
-        raise UsageError(f"{path} is damaged ({damage}); dump that model again")
+    found = damage(content)
+    if found is None and totals(content["graphs"]) != content["totals"]:
+        found = "the totals are not those of its graphs"
+    if found is not None:
+        raise UsageError(f"{path} is damaged ({found}); dump that model again")
     return content
-
-
-def _damage(content: Mapping[str, Any]) -> str | None:
-    """What is not as `document` makes it, as far as reading relies on it; None if nothing."""
-    kinds = {"model": str, "arguments": list, "startup_line": str, "settings": dict, "versions": dict, "faults": list}
-    for key, kind in {**kinds, "totals": list, "graphs": list}.items():
-        if not isinstance(content.get(key), kind):
-            return f"{key} is missing or of another kind"
-    try:
-        for graph in content["graphs"]:
-            for stage in graph["stages"]:
-                _ = [graph["nodes"][index]["name"] for index in stage["nodes"]]
-            for entry in (*graph["sites"], *graph["left"]):
-                if len(entry["layers"]) != len(graph["pieces"]):
-                    return f"graph {graph['number']}: {entry['node']} has not one layer per piece"
-        if totals(content["graphs"]) != content["totals"]:
-            return "the totals are not those of its graphs"
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        return f"a graph lacks {error}"
-    return None
 
 
 def _nothing() -> dict[str, Any]:

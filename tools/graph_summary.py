@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvcompile.tools.graph_document import matched
+from kvcompile.tools.graph_text import counted
 
 MEANING = (
     "Bytes are the sum of what each operator reads and writes if it runs by itself, views free, attention not counted "
@@ -18,18 +19,21 @@ MEANING = (
 
 
 def show(console: Console, content: Mapping[str, Any]) -> None:
-    console.print(content["startup_line"], style="dim", markup=False)
+    # What comes from outside is Text: in a str rich looks for markup and for names of emoji.
+    console.print(Text(content["startup_line"], "dim"))
     for total in content["totals"]:
         low, high = total["tokens"]
-        console.print(f"\n[bold]{escape(content['model'])}[/], {total['pieces']} pieces, {batches(low, high)}")
+        rest = f", {counted(total['pieces'], 'piece')}, {batches(low, high)}"
+        console.print(Text.assemble("\n", (content["model"], "bold"), rest))
         console.print(_graphs(content, total))
         console.print(_sums(total))
         if unknown := total["before"]["bytes"]["other"] + total["after"]["bytes"]["other"]:
-            console.print(f"Not in the bytes: {unknown} operators with sizes that are no multiple of the tokens.")
+            operators = counted(unknown, "operator")
+            console.print(f"Not in the bytes: {operators} with sizes that are no multiple of the tokens.")
     for line in left(content):
-        console.print(line, markup=False)
+        console.print(Text(line))
     for fault in content["faults"]:
-        console.print(f"The server would not start: {fault}", style="red", markup=False)
+        console.print(Text(f"The server would not start: {fault}", "red"))
     if not matched(content):
         console.print("No site matched: the passes leave this model as it is.", style="yellow")
     console.print(MEANING, style="dim")
@@ -39,7 +43,7 @@ def _graphs(content: Mapping[str, Any], total: Mapping[str, Any]) -> Table:
     names = list(total["sites"])
     table = Table(title="Sites rewritten, of candidates", title_justify="left")
     for name in ("graph", "pieces", *names, "operators"):
-        table.add_column(name, justify="left" if name == "graph" else "right")
+        table.add_column(Text(name), justify="left" if name == "graph" else "right")
     for graph in content["graphs"]:
         if graph["tokens"] != total["tokens"]:
             continue
@@ -70,13 +74,13 @@ def _sums(total: Mapping[str, Any]) -> Table:
     for index, (name, old, new) in enumerate(rows):
         if index == 3:
             table.add_section()
-        table.add_row(name, f"{old:,}", f"{new:,}", change(old, new))
+        table.add_row(Text(name), f"{old:,}", f"{new:,}", change(old, new))
     return table
 
 
 def batches(low: int, high: int) -> str:
     if low == high:
-        return f"batches of {low} tokens alone: their bytes are all constant"
+        return f"batches of {counted(low, 'token')} alone: their bytes are all constant"
     return f"batches of {low} to {high} tokens"
 
 

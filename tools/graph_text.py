@@ -25,6 +25,11 @@ def text(graph: Mapping[str, Any], stage: int) -> str:
     return "\n".join([*_heading(graph, stage), *lines]) + "\n"
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 piece", "2 pieces"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _heading(graph: Mapping[str, Any], number: int) -> list[str]:
     stage, pieces = graph["stages"][number], graph["pieces"]
     after = f"after {stage['after']}" if stage["after"] else "before the passes"
@@ -33,8 +38,8 @@ def _heading(graph: Mapping[str, Any], number: int) -> list[str]:
     size = stage["bytes"]
     return [
         f"# graph {graph['number']}, {after}: {shared} of the model, batches of {low} to {high} tokens",
-        f"# {stage['operators']} operators, {stage['views']} views; {size['token']} bytes per token (T) and "
-        f"{size['constant']} bytes otherwise",
+        f"# {counted(stage['operators'], 'operator')}, {counted(stage['views'], 'view')}; "
+        f"{counted(size['token'], 'byte')} per token (T) and {counted(size['constant'], 'byte')} otherwise",
     ]
 
 

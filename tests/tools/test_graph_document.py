@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.tools.graph_documents import document
 
 from kvcompile import cli
@@ -32,30 +35,97 @@ def test_what_is_written_is_read_back(tmp_path: Path, content: dict[str, Any]) -
     assert graph_document.read(tmp_path) == content, "a folder stands for the file in it"
 
 
-def _no_stage(content: dict[str, Any]) -> None:
-    del content["graphs"][0]["stages"]
+def _set(*path: Any) -> Any:
+    """Put the last of `path` where the ones before it lead."""
+
+    def damage(content: dict[str, Any]) -> None:
+        *way, last, value = path
+        for key in way:
+            content = content[key]
+        content[last] = value
+
+    return damage
 
 
-def _no_such_node(content: dict[str, Any]) -> None:
-    content["graphs"][0]["stages"][0]["nodes"][0] = 10**6
+def _without(*path: Any) -> Any:
+    def damage(content: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        del content[path[-1]]
+
+    return damage
 
 
-def _other_total(content: dict[str, Any]) -> None:
-    content["totals"][0]["after"]["operators"] += 1
+GRAPH = ("graphs", 0)
+DAMAGES = {
+    "no faults": (_without("faults"), "faults is missing"),
+    "a number among the arguments": (_set("arguments", [1]), "arguments[0] is no text"),
+    "a table among the faults": (_set("faults", [{}]), "faults[0] is no text"),
+    "settings of another kind": (_set("settings", []), "settings is no table"),
+    "options of another kind": (_set("settings", "kvcompile", 3), "settings.kvcompile is no table"),
+    "no stages": (_without(*GRAPH, "stages"), "graphs[0].stages is missing"),
+    "an empty list of stages": (_set(*GRAPH, "stages", []), "graphs[0] has no stages"),
+    "no such node": (
+        _set(*GRAPH, "stages", 0, "nodes", 0, 10**6),
+        "graphs[0] has a stage with a node that is not there",
+    ),
+    "a negative node": (
+        _set(*GRAPH, "stages", 0, "nodes", 0, -1),
+        "graphs[0] has a stage with a node that is not there",
+    ),
+    "a site without operator": (_without(*GRAPH, "sites", 0, "operator"), "graphs[0].sites[0].operator is missing"),
+    "a site without layers": (_set(*GRAPH, "sites", 0, "layers", []), "has not one layer per piece"),
+    "a site left without reason": (_without(*GRAPH, "left", 0, "reason"), "graphs[0].left[0].reason is missing"),
+    "a number that differs": (_set(*GRAPH, "left", 0, "differs", [1]), "graphs[0].left[0].differs[0] is no text"),
+    "three bounds": (_set(*GRAPH, "tokens", [1, 2, 3]), "graphs[0].tokens is no least and most"),
+    "one bound": (_set("totals", 0, "tokens", [1]), "totals[0].tokens is no least and most"),
+    "a count that is true": (_set("totals", 0, "pieces", True), "totals[0].pieces is no number"),
+    "a count beyond all": (_set("totals", 0, "pieces", 10**4000), "totals[0].pieces is no number"),
+    "a name for a count": (
+        _set(*GRAPH, "stages", 0, "histogram", "aten.exp", "one"),
+        "graphs[0].stages[0].histogram.aten.exp is no number",
+    ),
+    "another total": (_set("totals", 0, "after", "operators", 1), "the totals are not those of its graphs"),
+}
 
 
-def _no_layer(content: dict[str, Any]) -> None:
-    content["graphs"][0]["sites"][0]["layers"] = []
-
-
-@pytest.mark.parametrize("damage", [_no_stage, _no_such_node, _other_total, _no_layer])
-def test_a_damaged_document_is_refused_in_one_line(tmp_path: Path, content: dict[str, Any], damage: Any) -> None:
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_document_is_refused_in_one_line_with_exit_code_2(
+    tmp_path: Path, content: dict[str, Any], capsys: pytest.CaptureFixture[str], damage: Any, said: str
+) -> None:
     broken = copy.deepcopy(content)
     damage(broken)
-    path = _written(tmp_path, "graphs.json", broken)
-    with pytest.raises(UsageError, match=r"is damaged \(.*\); dump that model again") as caught:
-        graph_document.read(path)
-    assert "\n" not in str(caught.value)
+    good, path = _written(tmp_path, "good.json", content), _written(tmp_path, "bad.json", broken)
+    assert cli.main(["graph-dump", "--diff", str(good), str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvcompile: error: {path} is damaged (")
+    assert err.endswith("); dump that model again\n")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_every_key_that_a_document_has_may_be_gone_or_of_another_kind_without_a_traceback(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
+    def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        parts = (
+            value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else ()
+        )
+        for key, part in parts:
+            yield (*way, key)
+            yield from places(part, (*way, key))
+
+    for place in places(content):
+        for damage in (_without(*place), *(_set(*place, value) for value in (None, 3, "x", [], {}, [{}], {"x": 1}))):
+            broken = copy.deepcopy(content)
+            damage(broken)
+            try:
+                read = graph_document.read(_written(tmp_path, "graphs.json", broken))
+            except UsageError:
+                continue
+            found = graph_diff.differences(content, read)
+            graph_diff.show(Console(file=io.StringIO()), ("a", "b"), found)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +134,7 @@ def test_a_damaged_document_is_refused_in_one_line(tmp_path: Path, content: dict
         ("{", "is no JSON"),
         ("\x00", "is no JSON"),
         ("[" * 10**5, "is no JSON"),
+        ('{"kind": "\\ud800"}', "is no JSON"),
         ("[1]", "not of a kvcompile graph-dump"),
         ('{"kind": "kvcompile graph-dump", "schema": 99}', "has schema 99; this kvcompile reads 1"),
         (None, "No such file"),
@@ -126,3 +197,20 @@ def test_names_of_nodes_are_no_difference(content: dict[str, Any]) -> None:
     renamed = json.loads(json.dumps(content).replace("quant_per_token_1", "quant_per_token_7"))
     assert renamed != content
     assert graph_diff.differences(content, renamed) == []
+
+
+MARKUP = "/models/llama[/v2][red]:fire:\\"
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(content: dict[str, Any]) -> None:
+    other = json.loads(json.dumps(content).replace("silu_mul_quant", f"x{json.dumps(MARKUP)[1:-1]}"))
+    other |= {"model": MARKUP, "arguments": [MARKUP], "versions": {MARKUP: MARKUP}, "faults": [MARKUP]}
+    other["settings"]["kvcompile"] = {MARKUP: {MARKUP: MARKUP}}
+    found = graph_diff.differences(content, other)
+    out = io.StringIO()
+    graph_diff.show(Console(file=out, width=900), (MARKUP, MARKUP), found)
+    shown = out.getvalue()
+    assert f"A: {MARKUP}\nB: {MARKUP}\n" in shown
+    named = [text for _, *texts in found for text in texts if isinstance(text, str) and MARKUP in text]
+    assert len(named) == 9
+    assert [text for text in named if text not in shown] == []
