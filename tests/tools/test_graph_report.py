@@ -124,8 +124,37 @@ def test_names_from_outside_are_text_and_no_markup(content: dict[str, Any]) -> N
     text = graph_report.page({**content, "model": evil, "arguments": [evil], "startup_line": evil, "faults": [evil]})
     assert evil not in text
     assert html.escape(evil) in text
-    graphs = json.loads(json.dumps(content["graphs"]).replace("silu_mul_quant_default", evil))
-    assert evil not in graph_report.page({**content, "graphs": graphs})
+    everywhere = json.dumps(content)
+    for name in ("silu_mul_quant", "swiglu_quant", "aten.exp", "LlamaForCausalLM", "2.11.0", "vllm", "device"):
+        assert name in everywhere
+        everywhere = everywhere.replace(name, f"{name}{evil}")
+    text = graph_report.page(json.loads(everywhere))
+    assert evil not in text
+    assert text.count("</script>") == 2, "the document's and the page's own"
+
+
+def test_in_a_browser_a_layer_or_operator_named_like_markup_is_text(
+    browser: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    evil = "<script>document.body.dataset.evil=1</script><img src=x onerror=document.body.dataset.evil=1>"
+    text = json.dumps(content)
+    for name in ("silu_mul_quant", "swiglu_quant", "an input of the graph"):
+        text = text.replace(name, f"{name}{evil}")
+    changed = json.loads(text)
+    for entry in (*changed["graphs"][0]["sites"], *changed["graphs"][0]["left"]):
+        entry["layers"] = [evil]
+    path = tmp_path / "report.html"
+    path.write_text(graph_report.page(changed), encoding="utf-8")
+    state, dom = _opened(browser, path, "site=0&find=silu")
+    assert state["ready"] == "yes"
+    assert "evil" not in state
+    assert html.escape(evil, quote=False) in dom
+
+
+@pytest.mark.parametrize("name", graph_report._SCRIPTS)
+def test_the_page_s_scripts_have_lines_that_can_be_read(name: str) -> None:
+    lines = graph_report._read(name).splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > 120] == []
 
 
 def test_in_a_browser_a_site_is_drawn_with_what_was_removed_and_added(

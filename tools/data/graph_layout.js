@@ -3,8 +3,8 @@
 
    layout(nodes, edges): nodes [{id, width, height, lean}], edges [{from, to}], both directions by id. Sets x, y (the
    centre) and layer of each node and `points` of each edge; returns {width, height}. An edge over several layers goes
-   through a narrow place of its own in each, so that it runs around what is there; one over more than FAR is marked `far`
-   and not routed, since it would only be a line beside everything. `lean` orders nodes that nothing else decides:
+   through a narrow place of its own in each, so that it runs around what is there; one over more than FAR is marked
+   `far` and not routed, since it would only be a line beside everything. `lean` orders nodes that nothing else decides:
    smaller goes left. */
 const LAYER_GAP = 28, NODE_GAP = 22, LANE_WIDTH = 10, FAR = 40;
 

@@ -1,9 +1,9 @@
 "use strict";
-/* From a document's graph to what is drawn: the graphs before and after a step laid over each other, and a part of that.
+/* From a document's graph to what is drawn: the graphs before and after a step laid over each other, and a part of it.
 
    merge(graph, from, to) -> {nodes: Map name -> node, edges}: a node's `state` is kept, removed, added or changed, the
-   same of an edge's. Elements of tuples become labels of edges. Parameters go into the node that reads them (`weights`),
-   views into edges unless they changed or `views` is set. */
+   same of an edge's. Elements of tuples become labels of edges. Parameters go into the node that reads them
+   (`weights`), views into edges unless they changed or `views` is set. */
 function merge(graph, from, to, views) {
   const old = stageNodes(graph, from), now = stageNodes(graph, to);
   const all = new Map();
@@ -15,7 +15,8 @@ function merge(graph, from, to, views) {
   const hidden = node => node.op === "call" && (node.target === "getitem" || node.target.includes("sym_size")
     || (node.bytes === null && !views && node.state === "kept"));
   const drawn = new Map();
-  for (const node of all.values()) if (!hidden(node) && !isWeight(node, graph) && !isSize(node)) drawn.set(node.id, node);
+  for (const node of all.values())
+    if (!hidden(node) && !isWeight(node, graph) && !isSize(node)) drawn.set(node.id, node);
   const edges = new Map();
   for (const [stage, when] of [[old, "removed"], [now, "added"]]) {
     for (const node of stage.values()) {

@@ -1,5 +1,5 @@
 "use strict";
-/* The page around the graph: what is chosen, the lists, the panels. The choice is in the address, so it can be linked. */
+/* The page around the graph: what is chosen, the lists, the panels. The choice is in the address: a link. */
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 const make = (name, attributes = {}, ...children) => {
@@ -16,7 +16,9 @@ const named = text => text.split(/(?<=[._])/).flatMap((part, i) => i ? [make("wb
 window.addEventListener("error", e => { document.body.dataset.error = e.message; });
 
 /* graph: index; step: 0 for all passes, else that pass alone; scope: site, layer or whole; node: the picked one. */
-const state = { graph: 0, step: 0, scope: "site", site: 0, layer: "", hops: 1, views: false, node: "", tab: "graph", find: "" };
+const state = {
+  graph: 0, step: 0, scope: "site", site: 0, layer: "", hops: 1, views: false, node: "", tab: "graph", find: "",
+};
 const view = new View($("canvas"), name => { state.node = name || ""; details(); view.pick(name); address(); });
 let merged, names;
 
@@ -63,11 +65,14 @@ function matches() {
 }
 
 function controls() {
-  fill($("graph"), data.graphs.map((g, i) => [i, `graph ${g.number}: ${g.pieces.length === 1 ? "1 piece" : `${g.pieces.length} pieces`}${data.totals.length > 1 ? `, ${g.tokens.join("–")} tokens` : ""}`]), state.graph);
+  const pieces = g => g.pieces.length === 1 ? "1 piece" : `${g.pieces.length} pieces`;
+  const range = g => data.totals.length > 1 ? `, ${g.tokens.join("–")} tokens` : "";
+  fill($("graph"), data.graphs.map((g, i) => [i, `graph ${g.number}: ${pieces(g)}${range(g)}`]), state.graph);
   fill($("step"), graph().stages.map((s, i) => [i, i ? `${i}. ${s.after}` : "all passes"]), state.step);
   const layers = layersIn(graph());
   fill($("layer"), layers.map(l => [l, l]), state.layer);
-  for (const scope of ["site", "layer", "whole"]) $(`scope-${scope}`).setAttribute("aria-pressed", state.scope === scope);
+  for (const scope of ["site", "layer", "whole"])
+    $(`scope-${scope}`).setAttribute("aria-pressed", state.scope === scope);
   $("scope-site").disabled = !entries().length;
   $("scope-layer").disabled = !layers.length;
   $("layer").hidden = state.scope !== "layer";
@@ -81,7 +86,8 @@ function controls() {
 }
 
 function fill(select, options, chosen) {
-  select.replaceChildren(...options.map(([value, text]) => make("option", { value, selected: String(value) === String(chosen) }, text)));
+  const option = ([value, text]) => make("option", { value, selected: String(value) === String(chosen) }, text);
+  select.replaceChildren(...options.map(option));
 }
 
 function lists() {
@@ -90,7 +96,8 @@ function lists() {
   for (const pass of passes) {
     const of = graph().sites.filter(s => s.pass === pass.name);
     rows.push(make("h3", {}, pass.name, make("span", { class: "count" }, `${pass.matched} of ${pass.candidates}`)));
-    if (!of.length) rows.push(make("p", { class: "quiet" }, pass.candidates ? "no site matched" : "nothing to rewrite in this graph"));
+    const none = pass.candidates ? "no site matched" : "nothing to rewrite in this graph";
+    if (!of.length) rows.push(make("p", { class: "quiet" }, none));
     rows.push(...of.map(row));
   }
   if (graph().left.length) {
@@ -102,7 +109,7 @@ function lists() {
   $("found").hidden = !state.find;
   $("found").replaceChildren(
     make("h3", {}, "found", make("span", { class: "count" }, number(found.length))),
-    ...found.slice(0, 200).map(n => make("button", { class: `row ${n.state}`, onclick: () => { Object.assign(state, { scope: "node", node: n.id }); redraw(); } },
+    ...found.slice(0, 200).map(n => make("button", { class: `row ${n.state}`, onclick: () => showAround(n.id) },
       make("b", {}, shortTarget(n.target).name), make("small", {}, shortLayer(n.layer) || n.id))),
     found.length > 200 ? make("p", { class: "quiet" }, `and ${number(found.length - 200)} more`) : null);
 }
@@ -119,10 +126,12 @@ function row(entry) {
 
 function details() {
   const node = state.node && merged.all.get(state.node);
-  $("details").replaceChildren(...(node ? nodeDetails(node) : state.scope === "site" && currentSite() ? siteDetails(currentSite()) : graphDetails()));
+  const site = state.scope === "site" && currentSite();
+  $("details").replaceChildren(...(node ? nodeDetails(node) : site ? siteDetails(site) : graphDetails()));
 }
 
-const pairs = rows => make("dl", {}, ...rows.filter(([, v]) => v).flatMap(([k, v]) => [make("dt", {}, k), make("dd", {}, v)]));
+const pairs = rows => make("dl", {}, ...rows.filter(([, value]) => value).flatMap(
+  ([key, value]) => [make("dt", {}, key), make("dd", {}, value)]));
 
 function siteDetails(site) {
   if (!site.removed)
@@ -130,28 +139,39 @@ function siteDetails(site) {
       ["quantiser", link(site.node)], ["differs", linksTo(site.differs)], ["where", whereList(site)]])];
   const of = side => site[side].map(n => merged.all.get(n)).filter(Boolean);
   const gone = of("removed").filter(n => n.bytes), made = of("added").filter(n => n.bytes);
-  const changed = site.removed.length ? [] : site.added.map(n => merged.all.get(n)).filter(n => n && n.state === "changed");
+  const added = site.added.map(n => merged.all.get(n));
+  const changed = site.removed.length ? [] : added.filter(n => n && n.state === "changed");
   const kind = graph().symbolic ? "token" : "constant";
   const before = sumBytes(changed.length ? changed.map(n => n.before) : gone, kind), after = sumBytes(made, kind);
+  const there = list => linksTo(list.filter(n => merged.nodes.has(n)));
   return [make("h2", {}, shortTarget(site.operator).name), make("p", { class: "quiet" }, `put in by ${site.pass}`),
-    compare("operators", changed.length || gone.length, made.length), compare(graph().symbolic ? "bytes per token" : "bytes", before, after),
-    pairs([["where", whereList(site)], ["read by", site.feeds.length && make("span", {}, ...named(site.feeds.join(", ")))], ["removed", linksTo(site.removed.filter(n => merged.nodes.has(n)))],
-      ["added", linksTo(site.added.filter(n => merged.nodes.has(n)))]])];
+    compare("operators", changed.length || gone.length, made.length),
+    compare(graph().symbolic ? "bytes per token" : "bytes", before, after),
+    pairs([["where", whereList(site)],
+      ["read by", site.feeds.length && make("span", {}, ...named(site.feeds.join(", ")))],
+      ["removed", there(site.removed)], ["added", there(site.added)]])];
 }
 
 function whereList(entry) {
   if (entry.layers.length < 2) return entry.layers[0] || "unknown";
-  return make("details", {}, make("summary", {}, ...named(`${entry.layers.length} times: ${span(entry.layers)}`)), ...entry.layers.map(l => make("div", {}, ...named(l))));
+  const summary = make("summary", {}, ...named(`${entry.layers.length} times: ${span(entry.layers)}`));
+  return make("details", {}, summary, ...entry.layers.map(l => make("div", {}, ...named(l))));
 }
 
 function compare(what, before, after) {
   const most = Math.max(before, after, 1);
-  const bar = (value, kind) => make("div", { class: `meter ${kind}` }, make("i", { style: `width:${100 * value / most}%` }), make("span", {}, number(value)));
+  const bar = (value, kind) => make("div", { class: `meter ${kind}` },
+    make("i", { style: `width:${100 * value / most}%` }), make("span", {}, number(value)));
   return make("div", { class: "compare" }, make("h4", {}, what), bar(before, "removed"), bar(after, "added"));
 }
 
 const link = name => make("a", { href: "#", onclick: e => { e.preventDefault(); goTo(name); } }, ...named(name));
 const linksTo = list => list.length ? make("span", {}, ...list.flatMap((n, i) => i ? [", ", link(n)] : [link(n)])) : "";
+
+function showAround(name) {
+  Object.assign(state, { scope: "node", node: name });
+  redraw();
+}
 
 function goTo(name) {
   state.node = name;
@@ -162,27 +182,40 @@ function goTo(name) {
 
 function nodeDetails(node) {
   const both = node.state === "changed" ? [["was", `${node.before.target}(${node.before.args})`]] : [];
-  const bytes = node.bytes === null || node.op !== "call" ? "none: it is free" : node.bytes.other ? node.bytes.other : `${number(node.bytes.token)} per token, ${number(node.bytes.constant)} constant`;
+  const sums = b => `${number(b.token)} per token, ${number(b.constant)} constant`;
+  const free = node.bytes === null || node.op !== "call";
+  const bytes = free ? "none: it is free" : node.bytes.other || sums(node.bytes);
   const readers = [...merged.all.values()].filter(n => n.inputs.includes(node.id)).map(n => n.id);
-  return [make("h2", {}, node.op === "call" ? shortTarget(node.target).name : node.op), make("p", { class: `state ${node.state}` }, node.state),
-    make("pre", {}, node.op === "call" ? `${node.target}(${node.args})` : node.op === "output" ? `return ${node.args}` : node.target),
-    pairs([...both, ["name", node.id], ["gives", node.value], ["layer", node.layer], ["line", node.where], ["bytes", node.op === "call" ? bytes : ""],
-      ["weights", linksTo(node.weights)], ["reads", linksTo(node.inputs.filter(n => !node.weights.includes(n)))], ["read by", linksTo(readers)]]),
-    make("button", { class: "plain", onclick: () => { state.scope = "node"; redraw(); } }, "Show what is around it")];
+  const weights = new Set(node.weights), called = node.op === "call";
+  const text = called ? `${node.target}(${node.args})` : node.op === "output" ? `return ${node.args}` : node.target;
+  return [make("h2", {}, called ? shortTarget(node.target).name : node.op),
+    make("p", { class: `state ${node.state}` }, node.state),
+    make("pre", {}, text),
+    pairs([...both, ["name", node.id], ["gives", node.value], ["layer", node.layer], ["line", node.where],
+      ["bytes", called ? bytes : ""], ["weights", linksTo(node.weights)],
+      ["reads", linksTo(node.inputs.filter(n => !weights.has(n)))], ["read by", linksTo(readers)]]),
+    make("button", { class: "plain", onclick: () => showAround(node.id) }, "Show what is around it")];
 }
 
 function graphDetails() {
   const first = graph().stages[0], last = graph().stages.at(-1);
-  const shared = graph().pieces.length > 1 ? `Shared by ${graph().pieces.length} pieces of the model; names are those of the first.` : "";
+  const pieces = graph().pieces.length;
+  const shared = pieces > 1 ? `Shared by ${pieces} pieces of the model; names are those of the first.` : "";
   return [make("h2", {}, `Graph ${graph().number}`), make("p", { class: "quiet" }, shared),
-    compare("operators", first.operators, last.operators), compare("bytes per token", first.bytes.token, last.bytes.token),
+    compare("operators", first.operators, last.operators),
+    compare("bytes per token", first.bytes.token, last.bytes.token),
     pairs([["tokens", `${graph().tokens[0]} to ${graph().tokens[1]}${graph().symbolic ? ", left open: T" : ""}`],
-      ["nodes", `${number(first.nodes.length)} → ${number(last.nodes.length)}`], ["constant", `${number(last.bytes.constant)} bytes`]])];
+      ["nodes", `${number(first.nodes.length)} → ${number(last.nodes.length)}`],
+      ["constant", `${number(last.bytes.constant)} bytes`]])];
 }
 
 function address() {
   const { graph: g, step, scope, site, layer, node, tab, find } = state;
-  const parts = { graph: g, step, scope, ...(scope === "site" ? { site } : {}), ...(scope === "layer" ? { layer } : {}), ...(node ? { node } : {}), tab, ...(find ? { find } : {}) };
+  const parts = {
+    graph: g, step, scope,
+    ...(scope === "site" ? { site } : {}), ...(scope === "layer" ? { layer } : {}), ...(node ? { node } : {}),
+    tab, ...(find ? { find } : {}),
+  };
   history.replaceState(null, "", `#${new URLSearchParams(parts)}`);
 }
 
@@ -201,10 +234,16 @@ function fromAddress() {
 }
 
 function start() {
-  $("graph").onchange = e => { Object.assign(state, { graph: Number(e.target.value), step: 0, site: 0, node: "" }); if (state.scope === "node") state.scope = "site"; redraw(); };
-  $("step").onchange = e => { Object.assign(state, { step: Number(e.target.value), node: "" }); if (state.scope === "node") state.scope = "site"; redraw(); };
+  const another = choice => {
+    Object.assign(state, { ...choice, node: "" });
+    if (state.scope === "node") state.scope = "site";
+    redraw();
+  };
+  $("graph").onchange = e => another({ graph: Number(e.target.value), step: 0, site: 0 });
+  $("step").onchange = e => another({ step: Number(e.target.value) });
   $("layer").onchange = e => { state.layer = e.target.value; redraw(); };
-  for (const scope of ["site", "layer", "whole"]) $(`scope-${scope}`).onclick = () => { state.scope = scope; redraw(); };
+  for (const scope of ["site", "layer", "whole"])
+    $(`scope-${scope}`).onclick = () => { state.scope = scope; redraw(); };
   $("less").onclick = () => { state.hops = Math.max(0, state.hops - 1); redraw(); };
   $("more").onclick = () => { state.hops = Math.min(40, state.hops + 1); redraw(); };
   $("views").onchange = e => { state.views = e.target.checked; redraw(); };
@@ -214,14 +253,25 @@ function start() {
   $("fit").onclick = () => view.fit();
   $("theme").onclick = () => {
     const root = document.documentElement;
-    const dark = (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+    const asked = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+    const dark = (root.dataset.theme || asked) === "dark";
     root.dataset.theme = dark ? "light" : "dark";
   };
-  for (const tab of ["graph", "numbers", "run"]) $(`tab-${tab}`).onclick = () => { state.tab = tab; controls(); address(); if (tab === "graph") view.home(focus()); };
+  for (const tab of ["graph", "numbers", "run"])
+    $(`tab-${tab}`).onclick = () => {
+      state.tab = tab;
+      controls();
+      address();
+      if (tab === "graph") view.home(focus());
+    };
   document.addEventListener("keydown", e => {
     if (e.target.matches("input, select")) { if (e.key === "Escape") e.target.blur(); return; }
-    const keys = { "+": () => view.zoom(0.8), "=": () => view.zoom(0.8), "-": () => view.zoom(1.25), "0": () => view.fit(), "/": () => { e.preventDefault(); $("find").focus(); },
-      ArrowLeft: () => view.pan(-0.1, 0), ArrowRight: () => view.pan(0.1, 0), ArrowUp: () => view.pan(0, -0.1), ArrowDown: () => view.pan(0, 0.1) };
+    const keys = {
+      "+": () => view.zoom(0.8), "=": () => view.zoom(0.8), "-": () => view.zoom(1.25), "0": () => view.fit(),
+      "/": () => { e.preventDefault(); $("find").focus(); },
+      ArrowLeft: () => view.pan(-0.1, 0), ArrowRight: () => view.pan(0.1, 0),
+      ArrowUp: () => view.pan(0, -0.1), ArrowDown: () => view.pan(0, 0.1),
+    };
     if (!e.ctrlKey && !e.metaKey) keys[e.key]?.();
   });
   fromAddress();

@@ -32,7 +32,8 @@ class View {
     this.onPick = onPick;
     this.box = [0, 0, 100, 100];
     this.moved = false;
-    svg.addEventListener("wheel", e => { e.preventDefault(); this.zoom(Math.exp(e.deltaY * 0.0015), e); }, { passive: false });
+    const wheel = e => { e.preventDefault(); this.zoom(Math.exp(e.deltaY * 0.0015), e); };
+    svg.addEventListener("wheel", wheel, { passive: false });
     svg.addEventListener("pointerdown", e => {
       this.drag = [e.clientX, e.clientY, ...this.box];
       this.moved = false;
@@ -42,7 +43,8 @@ class View {
       if (!this.drag) return;
       const [x, y, left, top] = this.drag, scale = this.box[2] / svg.clientWidth;
       this.moved ||= Math.hypot(e.clientX - x, e.clientY - y) > 4;
-      if (this.moved) this.show([left - (e.clientX - x) * scale, top - (e.clientY - y) * scale, this.box[2], this.box[3]]);
+      if (!this.moved) return;
+      this.show([left - (e.clientX - x) * scale, top - (e.clientY - y) * scale, this.box[2], this.box[3]]);
     });
     svg.addEventListener("pointerup", e => {
       this.drag = null;
@@ -59,7 +61,9 @@ class View {
     this.nodes = [...names].map(name => {
       const node = merged.nodes.get(name), lines = linesOf(node);
       const weights = node.weights.length ? 24 : 0;
-      const width = Math.max(cut(lines[0], 46).length * CHARACTER + 12, cut(lines[1], 44).length * SMALL, cut(lines[2], 44).length * SMALL + weights) + 28;
+      const small = line => cut(line, 44).length * SMALL;
+      const title = cut(lines[0], 46).length * CHARACTER + 12;
+      const width = Math.max(title, small(lines[1]), small(lines[2]) + weights) + 28;
       const height = node.op === "output" ? 28 : lines[2] ? 52 : 40;
       return { id: name, node, lines, width: Math.max(width, 84), height, lean: lean[node.state] };
     });
@@ -93,7 +97,9 @@ class View {
     const a = byId.get(e.from), b = byId.get(e.to);
     if (e.far) {
       const name = linesOf(a.node)[0];
-      labels.append(element("text", { x: r(b.x + e.in - 4), y: r(b.y - b.height / 2 - 5), class: `label far-away ${e.state}`, "data-id": a.id }, `↑ ${cut(name, 24)}`));
+      const at = { x: r(b.x + e.in - 4), y: r(b.y - b.height / 2 - 5) };
+      const attributes = { ...at, class: `label far-away ${e.state}`, "data-id": a.id };
+      labels.append(element("text", attributes, `↑ ${cut(name, 24)}`));
       return;
     }
     const points = [[a.x + e.out, a.y + a.height / 2], ...e.points, [b.x + e.in, b.y - b.height / 2 - 5]];
@@ -105,25 +111,32 @@ class View {
     lines.append(element("path", { d: path, class: `edge ${e.state}`, "marker-end": `url(#tip-${e.state})` }));
     if (e.labels.size) {
       const [x, y] = points[0];
-      labels.append(element("text", { x: r(x + 5), y: r(y + 12), class: `label ${e.state}` }, [...e.labels].sort().join(" ")));
+      const text = [...e.labels].sort().join(" ");
+      labels.append(element("text", { x: r(x + 5), y: r(y + 12), class: `label ${e.state}` }, text));
     }
   }
 
   card(n, beyond, marked) {
     const { node, lines } = n, left = n.x - n.width / 2, top = n.y - n.height / 2;
     const kind = node.op === "call" ? (node.bytes === null ? "view" : "operator") : node.op;
-    const group = element("g", { class: `node ${node.state} ${kind}${marked ? " marked" : ""}`, "data-id": n.id, tabindex: -1 });
-    group.append(element("rect", { x: r(left), y: r(top), width: r(n.width), height: n.height, rx: node.op === "call" ? 7 : 14, class: "card" }));
+    const mark = marked ? " marked" : "";
+    const group = element("g", { class: `node ${node.state} ${kind}${mark}`, "data-id": n.id, tabindex: -1 });
+    const whole = { x: r(left), y: r(top), width: r(n.width), height: n.height, rx: node.op === "call" ? 7 : 14 };
+    group.append(element("rect", { ...whole, class: "card" }));
     if (node.state !== "kept") {
       group.append(element("rect", { x: r(left), y: r(top), width: 5, height: n.height, rx: 2, class: "bar" }));
-      group.append(element("text", { x: r(left + n.width - 14), y: r(top + 16), class: "sign" }, { removed: "−", added: "+", changed: "~" }[node.state]));
+      const sign = { removed: "−", added: "+", changed: "~" }[node.state];
+      group.append(element("text", { x: r(left + n.width - 14), y: r(top + 16), class: "sign" }, sign));
     }
-    const text = (line, dy, name) => group.append(element("text", { x: r(left + 14), y: r(top + dy), class: name }, cut(line, 46)));
+    const text = (line, dy, name) =>
+      group.append(element("text", { x: r(left + 14), y: r(top + dy), class: name }, cut(line, 46)));
     text(lines[0], 17, "title");
     if (lines[1]) text(cut(lines[1], 44), 31, "value");
     if (lines[2]) text(cut(lines[2], 44), 44, "layer");
-    if (node.weights.length)
-      group.append(element("text", { x: r(left + n.width - 10), y: r(top + n.height - 9), class: "weights" }, `▪${node.weights.length}`));
+    if (node.weights.length) {
+      const corner = { x: r(left + n.width - 10), y: r(top + n.height - 9) };
+      group.append(element("text", { ...corner, class: "weights" }, `▪${node.weights.length}`));
+    }
     if (beyond?.[0]) group.append(element("text", { x: r(n.x), y: r(top - 4), class: "more" }, "⋯"));
     if (beyond?.[1]) group.append(element("text", { x: r(n.x), y: r(top + n.height + 11), class: "more" }, "⋯"));
     group.append(element("title", {}, `${node.target}\n${node.value}\n${node.layer}`));
@@ -164,7 +177,8 @@ class View {
   zoom(factor, event) {
     const scale = Math.min(Math.max(this.scale() * factor, 0.2), 60) / this.scale();
     const rect = this.svg.getBoundingClientRect();
-    const fx = event ? (event.clientX - rect.left) / rect.width : 0.5, fy = event ? (event.clientY - rect.top) / rect.height : 0.5;
+    const fx = event ? (event.clientX - rect.left) / rect.width : 0.5;
+    const fy = event ? (event.clientY - rect.top) / rect.height : 0.5;
     const [x, y, w, h] = this.box;
     this.show([x + w * fx * (1 - scale), y + h * fy * (1 - scale), w * scale, h * scale]);
   }
