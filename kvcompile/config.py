@@ -121,9 +121,15 @@ class SchedulerConfig(_Section):
     SECTION: ClassVar[str] = "scheduler"
     enabled: bool = option(True, doc="Use the KV-length-aware scheduler instead of first come, first served.")
     max_wait_batches: int = option(
-        64, low=1, high=1_000_000, doc="Most batches that a request may be passed over before it must run."
+        2, low=1, high=1_000_000, doc="Most batches that may pass a request over for younger ones before it must run."
     )
-    horizon_steps: int = option(32, low=1, high=1_000_000, doc="Decode steps ahead for which block demand is planned.")
+    horizon_steps: int = option(
+        32,
+        low=1,
+        high=65536,
+        doc="Decode steps ahead for which blocks are kept: who is admitted is not preempted in them.",
+    )
+    reserve_ratio: float = option(0.01, low=0, high=1, doc="Share of the KV blocks that no admission may take.")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ MODULES = (
     Module("passes", True, "FX pass pipeline inside vLLM's compile path"),
     Module("linear", True, "W4A8 linears"),
     Module("prune", False, "value-aware KV pruning"),
-    Module("scheduler", False, "KV-length-aware scheduler"),
+    Module("scheduler", True, "KV-length-aware scheduler"),
     Module("offload", False, "host offload of preempted requests"),
 )
 

@@ -10,6 +10,8 @@ from kvcompile.presets import NAME
 KV8_CACHE_DTYPE = "int8_per_token_head"
 # The name under which vLLM knows W4A8 checkpoints, and by which a user asks for their making while loading.
 W4A8_QUANTIZATION = "kvcompile_w4a8"
+# What vLLM calls to make the KV-length-aware scheduler.
+SCHEDULER = "kvcompile.integrations.vllm.scheduler.make_scheduler"
 
 
 def is_active(config: VllmConfig) -> bool:

@@ -19,6 +19,12 @@ from kvcompile.presets import NAME
 _CUSTOM_BACKEND = "kvcompile.integrations.vllm.attention.KV8AttentionBackend"
 _installed = False
 
+# What `scheduler.py` takes from vLLM's scheduler beyond its interface. It relies, too, on `schedule()` taking victims
+# from the end of `running` under FCFS, asking `_select_waiting_queue_for_scheduling` before each admission and for
+# nothing else, and ending its admissions when `kv_cache_manager.allocate_slots` gives None.
+_OF_SCHEDULER = ("_select_waiting_queue_for_scheduling", "_inflight_prefills", "current_step", "finished_req_ids")
+_OF_CACHE_MANAGER = ("allocate_slots", "get_blocks", "empty_kv_cache_blocks", "coordinator", "block_pool")
+
 
 def install() -> None:
     """Wrap vLLM's entry points in this process. Idempotent."""
@@ -145,6 +151,21 @@ def _wrap_compile_cache_key() -> None:
         return hashlib.sha256(f"{key} {self.quant_config.identity()}".encode()).hexdigest()[: len(key)]
 
     VllmConfig.compute_hash = wrapped
+
+
+def missing_of_scheduler() -> list[str]:
+    """Names that the KV-length-aware scheduler needs and that vLLM's classes do not have, in code or attributes."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def names(cls: type, *methods: Any) -> set[str]:
+        return {*dir(cls), *(name for method in methods for name in method.__code__.co_names)}
+
+    scheduler = names(Scheduler, Scheduler.__init__, Scheduler.schedule)
+    manager = names(KVCacheManager, KVCacheManager.__init__)
+    return [name for name in _OF_SCHEDULER if name not in scheduler] + [
+        name for name in _OF_CACHE_MANAGER if name not in manager
+    ]
 
 
 def refuse_foreign_attention_backend() -> None:

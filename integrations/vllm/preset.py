@@ -16,10 +16,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcompile.config import Kv8Config, KVCompileConfig, UsageError, resolve, to_dict
+from kvcompile.config import Kv8Config, KVCompileConfig, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
 from kvcompile.integrations.vllm import checks, compat, report
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.integrations.vllm.request import Request
@@ -54,6 +54,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
         notes["linear"] = "linear.enabled=false"
     _check_model_first(args, with_kv8="kv8" not in notes, with_linear="linear" not in notes)
     config = _build(args, build)
+    _apply_scheduler(config, resolved.config.scheduler, notes)
     split_where_vllm_splits(config.compilation_config)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
@@ -128,6 +129,23 @@ def _apply_kv8(args: EngineArgs, config: Kv8Config, notes: dict[str, str]) -> No
         args.kv_cache_dtype = KV8_CACHE_DTYPE
         if backend is None:
             args.attention_backend = AttentionBackendEnum.CUSTOM
+
+
+def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[str, str]) -> None:
+    """Once vLLM has decided how it schedules: a checkpoint may bring speculative decoding of its own."""
+    missing = compat.missing_of_scheduler()
+    if not options.enabled:
+        notes["scheduler"] = "scheduler.enabled=false"
+    elif config.scheduler_config.scheduler_cls is not None:
+        notes["scheduler"] = "--scheduler-cls given"
+    elif config.speculative_config is not None:
+        notes["scheduler"] = "speculative decoding: how many tokens a step adds is not known ahead"
+    elif config.kv_transfer_config is not None:
+        notes["scheduler"] = "a KV connector is configured"
+    elif missing:
+        notes["scheduler"] = f"vLLM's scheduler has no {', '.join(missing)}"
+    else:
+        config.scheduler_config.scheduler_cls = SCHEDULER
 
 
 def _apply_passes(args: EngineArgs, request: Request, config: KVCompileConfig, notes: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
 
 _SWAP = "attention_swap"
@@ -121,4 +121,16 @@ def _linear(config: VllmConfig) -> tuple[str, str | None]:
     return f"W4A8 checkpoint, group size {' and '.join(groups)}, {kernels}", None
 
 
-_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear}
+def _scheduler(config: VllmConfig) -> tuple[str, str | None]:
+    if config.scheduler_config.scheduler_cls != SCHEDULER:
+        return "", "vLLM's own"
+    options = config.additional_config[NAME]["scheduler"]
+    kind = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
+    said = (
+        f"by KV length, {kind}, blocks for {options['horizon_steps']} steps ahead, "
+        f"passed over by at most {options['max_wait_batches']} batches"
+    )
+    return said, None
+
+
+_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear, "scheduler": _scheduler}

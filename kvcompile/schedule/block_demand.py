@@ -1,7 +1,7 @@
 """How many blocks the running requests will take from the pool in the steps to come, at most.
 
-What is certain counts: every request produces one token a step until its limit, and gives its blocks back after it. That
-it may stop earlier is not counted on, so demand is never underestimated.
+What is certain counts: a request produces at most one token a step, and gives its blocks back once it has reached its
+limit. That it may stop earlier is not counted on, so demand is never underestimated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""In which order waiting requests start: homogeneous batches from the densest range of KV lengths, and nobody forgotten.
+"""In which order waiting requests start: homogeneous batches from the densest range of KV lengths, nobody forgotten.
 
 Requests of a better priority come first, always. Among equals, those that were preempted resume first, in order of
-arrival. The others start in batches: a batch takes the members of the densest range of lengths that fills one, those with
-the most prefix-cache hits first, then in order of arrival. A request that `max_passed` batches have passed over (a younger
-one was in the batch and it was not) goes before all that are not, in order of arrival, so that no later batch passes it.
+arrival. The others start in batches, which end where the places or the blocks do. A batch is taken from the densest
+range of lengths that has as many requests as fit a batch, were they all of average size: so a range of long requests,
+which fill the blocks sooner, is not preferred for that. Within the range, those with the most prefix-cache hits come
+first, then the older ones.
+
+A batch passes a request over if a younger one is in it and the request is not. Who was passed over by `max_passed`
+batches goes before all that were not, in order of arrival, so that no further batch passes it over.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class _Lane:
         self.fresh: dict[Hashable, _Entry] = {}  # in order of entry, which is that of arrival but for clocks
         self.leaves: dict[int, dict[Hashable, _Entry]] = {}  # number of the narrowest range -> its members
         self.resumed: dict[Hashable, _Entry] = {}
+        self.blocks = 0  # of all that are fresh
         self.batch: deque[_Entry] = deque()
 
     def __len__(self) -> int:
@@ -51,7 +56,8 @@ class _Lane:
             return
         self.fresh[entry.key] = entry
         self.leaves.setdefault(self.tree.range_of(entry.tokens), {})[entry.key] = entry
-        self.tree.add(entry.tokens, entry.blocks)
+        self.tree.add(entry.tokens)
+        self.blocks += entry.blocks
 
     def remove(self, entry: _Entry) -> None:
         if entry.resumed:
@@ -62,7 +68,8 @@ class _Lane:
         del self.leaves[number][entry.key]
         if not self.leaves[number]:
             del self.leaves[number]
-        self.tree.remove(entry.tokens, entry.blocks)
+        self.tree.remove(entry.tokens)
+        self.blocks -= entry.blocks
 
     def first(self) -> _Entry:
         if self.resumed:
@@ -91,11 +98,10 @@ class _Lane:
         order.batches += 1
 
     def _densest(self) -> list[_Entry]:
-        """Members of the densest range; of several equally dense, the one with the oldest member."""
+        """Members of the densest range, in the order in which they start."""
         order = self.order
-        found = self.tree.densest(order.places, order.blocks)
-        by_age = [sorted(self._members(range_), key=_by_arrival) for range_ in found]
-        members = min(by_age, key=lambda members: members[0].arrival)
+        fitting = order.blocks * len(self.fresh) // max(1, self.blocks)
+        members = sorted(self._members(self.tree.densest(max(1, min(order.places, fitting)))), key=_by_arrival)
         # Looking up hits takes longer than all the rest. Many more than fit a batch need not be looked up for one.
         looked_up, rest = members[: _LOOKED_UP * order.places], members[_LOOKED_UP * order.places :]
         return sorted(looked_up, key=lambda entry: (-order.hits(entry.key), entry.arrival)) + rest

@@ -76,6 +76,7 @@ def test_options_that_are_no_table_are_refused(refusal, value):
 WRONG = {
     "kv8.enable": (True, "unknown key 'kv8.enable': did you mean kv8.enabled?"),
     "strict": (1, "strict is 1: give true or false"),
+    "scheduler.horizon_steps": (0, "scheduler.horizon_steps is 0: give a whole number, 1 <= value <= 65536"),
     "offload.lazy_gpu_free_trigger": (1.5, "offload.lazy_gpu_free_trigger is 1.5: give a number, 0 <= value <= 1"),
 }
 
@@ -93,7 +94,6 @@ def test_a_wrong_option_is_refused_with_its_key_its_range_and_the_flag_that_gave
 MISSING = {
     "prune.keep_ratio": (0.25, "value-aware KV pruning"),
     "prune.enabled": (True, "value-aware KV pruning"),
-    "scheduler.max_wait_batches": (8, "KV-length-aware scheduler"),
     "offload.cpu_bytes_to_use": (1 << 30, "host offload of preempted requests"),
 }
 

@@ -19,8 +19,9 @@ FUSIONS = "norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears not
 SPLIT = "no attention_swap: graphs are split at attention, where its backend does the same"
 PASSES = f"passes ({FUSIONS}, {SPLIT})"
 NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}
-MISSING = ", ".join(f"{part} (not in this version)" for part in ("prune", "scheduler", "offload"))
-MISSING = f"linear (the checkpoint is not quantised), {MISSING}"
+MISSING = ", ".join(f"{part} (not in this version)" for part in ("prune", "offload"))
+NO_LINEAR = "linear (the checkpoint is not quantised)"
+SCHEDULER = "scheduler (by KV length, synchronous, blocks for 32 steps ahead, passed over by at most 2 batches)"
 
 KV8_OFF: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"additional_config": {"kvcompile": {"kv8.enabled": False}}}, "kv8.enabled=false"),
@@ -75,18 +76,18 @@ def test_every_part_is_in_the_line_once(line):
 
 
 def test_with_everything_on_an_unquantised_checkpoint_gets_all_but_linear(line):
-    assert line() == f"{VERSION}active: {KV8}, {PASSES}; not active: {MISSING}"
+    assert line() == f"{VERSION}active: {KV8}, {PASSES}, {SCHEDULER}; not active: {NO_LINEAR}, {MISSING}"
 
 
 @pytest.mark.parametrize(("fields", "why"), KV8_OFF.values(), ids=KV8_OFF)
 def test_the_line_says_why_the_cache_is_vllms_own(line, fields, why):
     passes = f"passes ({FUSIONS}, no attention_swap: attention is not kvcompile's)"
-    assert line(**fields) == f"{VERSION}active: {passes}; not active: kv8 ({why}), {MISSING}"
+    assert line(**fields) == f"{VERSION}active: {passes}, {SCHEDULER}; not active: kv8 ({why}), {NO_LINEAR}, {MISSING}"
 
 
 @pytest.mark.parametrize(("fields", "why"), PASSES_OFF.values(), ids=PASSES_OFF)
 def test_the_line_says_why_no_pass_runs(line, fields, why):
-    assert line(**fields) == f"{VERSION}active: {KV8}; not active: passes ({why}), {MISSING}"
+    assert line(**fields) == f"{VERSION}active: {KV8}, {SCHEDULER}; not active: passes ({why}), {NO_LINEAR}, {MISSING}"
 
 
 def test_the_line_names_the_passes_that_are_on(line):
@@ -95,7 +96,8 @@ def test_the_line_names_the_passes_that_are_on(line):
 
 
 def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
-    assert f"passes ({FUSIONS});" in line(additional_config={"kvcompile": {"passes.attention_swap": False}})
+    said = line(additional_config={"kvcompile": {"passes.attention_swap": False}})
+    assert f"passes ({FUSIONS}), {SCHEDULER};" in said
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
 )
 def test_where_the_graphs_hold_attention_the_swap_is_among_the_passes(line, fields):
     every = "norm_quant and swiglu_quant and attention_swap in VLLM_COMPILE, without W4A8 linears nothing to fuse"
-    assert f"passes ({every});" in line(compilation_config=fields)
+    assert f"passes ({every}), {SCHEDULER};" in line(compilation_config=fields)
 
 
 def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
@@ -113,13 +115,16 @@ def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
         compilation_config={"use_inductor_graph_partition": True},
         additional_config={"kvcompile": {"passes": {**NO_PASSES, "attention_swap": True}}},
     )
-    assert "passes (attention_swap in VLLM_COMPILE);" in said
+    assert f"passes (attention_swap in VLLM_COMPILE), {SCHEDULER};" in said
 
 
 def test_with_everything_off_the_line_says_that_nothing_is_active(line):
-    off = {"enforce_eager": True, "additional_config": {"kvcompile": {"kv8.enabled": False}}}
-    expected = f"not active: kv8 (kv8.enabled=false), passes (--enforce-eager: nothing is compiled), {MISSING}"
-    assert line(**off) == f"{VERSION}active: nothing; {expected}"
+    options = {"kv8.enabled": False, "scheduler.enabled": False}
+    off = {"enforce_eager": True, "additional_config": {"kvcompile": options}}
+    expected = f"kv8 (kv8.enabled=false), passes (--enforce-eager: nothing is compiled), {NO_LINEAR}"
+    assert line(**off) == (
+        f"{VERSION}active: nothing; not active: {expected}, scheduler (scheduler.enabled=false), {MISSING}"
+    )
 
 
 def test_lora_on_a_cpu_turns_compilation_off_and_the_line_says_so(line):
@@ -149,14 +154,15 @@ def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
 
 
 def test_a_note_wins_over_the_state(build):
-    said = report.startup_line(build(), {"kv8": "reason one", "passes": "reason two"})
-    assert said == f"{VERSION}active: nothing; not active: kv8 (reason one), passes (reason two), {MISSING}"
+    said = report.startup_line(build(), {"kv8": "reason one", "scheduler": "reason two"})
+    expected = f"kv8 (reason one), {NO_LINEAR}, scheduler (reason two), {MISSING}"
+    assert said == f"{VERSION}active: {PASSES}; not active: {expected}"
 
 
 def test_a_missing_part_is_missing_also_where_it_is_switched_off(build):
     off = {f"{m.name}.enabled": False for m in MODULES if not m.available}
     config = build(additional_config={"kvcompile": off})
-    assert report.startup_line(config, {}).endswith(f"not active: {MISSING}")
+    assert report.startup_line(config, {}).endswith(f"not active: {NO_LINEAR}, {MISSING}")
 
 
 @pytest.mark.parametrize("mode", CompilationMode, ids=lambda mode: mode.name)

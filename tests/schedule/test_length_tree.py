@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -11,41 +12,36 @@ from kvcompile.schedule.length_tree import LengthRange, LengthTree
 LEAF = 16
 
 
-def _every_range(levels: int, lengths: list[tuple[int, int]]) -> list[LengthRange]:
+def _every_range(levels: int, lengths: list[int]) -> list[LengthRange]:
     """Each range of the tree that holds a request, by counting."""
     found = []
     for level in range(levels):
         width = LEAF * 4**level
-        for number in {tokens // width for tokens, _ in lengths}:
-            inside = [(t, b) for t, b in lengths if t // width == number]
-            found.append(LengthRange(number * width, (number + 1) * width, len(inside), sum(b for _, b in inside)))
+        for number in {tokens // width for tokens in lengths}:
+            inside = sum(tokens // width == number for tokens in lengths)
+            found.append(LengthRange(number * width, (number + 1) * width, inside))
     return found
 
 
-def _densest_by_looking_at_all(ranges: list[LengthRange], places: int, blocks: int) -> list[LengthRange]:
-    filling = [r for r in ranges if r.requests >= places or r.blocks >= blocks]
-    if not filling:
-        return [max(ranges, key=lambda r: r.high - r.low)] if ranges else []
-    most = max(filling, key=lambda r: r.density)
-    equal = [r for r in filling if r.requests * (most.high - most.low) == most.requests * (r.high - r.low)]
-    return sorted(r for r in equal if not any(o != r and r.low <= o.low and o.high <= r.high for o in equal))
+def _densest_by_looking_at_all(ranges: list[LengthRange], batch: int) -> LengthRange | None:
+    widest = max(ranges, key=lambda r: r.high - r.low, default=None)
+    enough = [r for r in ranges if r.requests >= batch]
+    return max(enough, key=lambda r: (Fraction(r.requests, r.high - r.low), r.low - r.high, -r.low), default=widest)
 
 
-def _lengths(rng: random.Random, count: int) -> list[tuple[int, int]]:
+def _lengths(rng: random.Random, count: int) -> list[int]:
     kind = rng.choice(["uniform", "short", "equal", "clusters"])
     most = {"uniform": 4000, "short": 200, "equal": 1, "clusters": 4000}[kind]
     centres = [rng.randrange(most) for _ in range(3)]
-    lengths = []
-    for _ in range(count):
-        tokens = rng.choice(centres) + rng.randrange(40) if kind == "clusters" else rng.randrange(most)
-        lengths.append((tokens, -(-tokens // 16)))
-    return lengths
+    if kind == "clusters":
+        return [rng.choice(centres) + rng.randrange(40) for _ in range(count)]
+    return [rng.randrange(most) for _ in range(count)]
 
 
-def _tree(lengths: list[tuple[int, int]], max_tokens: int = 4096) -> LengthTree:
+def _tree(lengths: list[int], max_tokens: int = 4096) -> LengthTree:
     tree = LengthTree(max_tokens, LEAF)
-    for tokens, blocks in lengths:
-        tree.add(tokens, blocks)
+    for tokens in lengths:
+        tree.add(tokens)
     return tree
 
 
@@ -55,8 +51,8 @@ def test_the_search_finds_what_looking_at_every_range_finds(seed: int) -> None:
     lengths = _lengths(rng, rng.choice([1, 2, 5, 30, 200]))
     tree = _tree(lengths)
     every = _every_range(tree.levels, lengths)
-    for places, blocks in [(1, 10**9), (4, 100), (16, 10**9), (10**9, 50), (64, 2000), (10**9, 10**9)]:
-        assert tree.densest(places, blocks) == _densest_by_looking_at_all(every, places, blocks)
+    for batch in (1, 2, 4, 16, 64, 10**9):
+        assert tree.densest(batch) == _densest_by_looking_at_all(every, batch)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -65,41 +61,40 @@ def test_the_counts_are_those_of_counting_after_any_additions_and_removals(seed:
     tree, inside = LengthTree(4096, LEAF), []
     for _ in range(300):
         if inside and rng.random() < 0.45:
-            tree.remove(*inside.pop(rng.randrange(len(inside))))
+            tree.remove(inside.pop(rng.randrange(len(inside))))
         else:
             inside.append(_lengths(rng, 1)[0])
-            tree.add(*inside[-1])
+            tree.add(inside[-1])
         assert len(tree) == len(inside)
     assert sorted(tree.ranges()) == sorted(_every_range(tree.levels, inside))
 
 
 def test_a_tree_from_which_all_were_removed_holds_no_range() -> None:
-    tree = _tree([(5, 1), (900, 57)])
-    tree.remove(5, 1)
-    tree.remove(900, 57)
+    tree = _tree([5, 900])
+    tree.remove(5)
+    tree.remove(900)
     assert list(tree.ranges()) == []
-    assert tree.densest(1, 1) == []
+    assert tree.densest(1) is None
 
 
 def test_removing_what_was_not_added_is_an_error() -> None:
     with pytest.raises(KeyError):
-        _tree([(5, 1)]).remove(900, 57)
+        _tree([5]).remove(900)
 
 
 @pytest.mark.parametrize(("most", "levels"), [(1, 1), (15, 1), (16, 2), (63, 2), (64, 3), (131072, 8)])
 def test_the_widest_range_holds_the_longest_length(most: int, levels: int) -> None:
-    tree = _tree([(most, 1)], most)
+    tree = _tree([most], most)
     assert tree.levels == levels
-    assert tree.densest(10**9, 10**9)[0].high > most
+    assert tree.densest(10**9).high > most
 
 
-def test_the_narrower_of_two_equally_dense_ranges_wins() -> None:
+def test_of_equally_dense_ranges_the_narrowest_and_shortest_is_taken() -> None:
     # Four requests, one in each of the four narrowest ranges of one wider: all five are equally dense.
-    found = _tree([(0, 1), (16, 1), (32, 1), (48, 1)]).densest(1, 10**9)
-    assert found == [LengthRange(low, low + 16, 1, 1) for low in (0, 16, 32, 48)]
+    assert _tree([16, 0, 32, 48]).densest(1) == LengthRange(0, 16, 1)
 
 
-def test_a_dense_range_that_does_not_fill_a_batch_is_not_taken() -> None:
-    lengths = [(5, 1)] * 7 + [(1024 + 16 * i, 1) for i in range(16)]
-    assert _tree(lengths).densest(8, 10**9) == [LengthRange(1024, 1280, 16, 16)]
-    assert _tree(lengths).densest(7, 10**9) == [LengthRange(0, 16, 7, 7)]
+def test_a_dense_range_without_enough_requests_is_not_taken() -> None:
+    tree = _tree([5] * 7 + [1024 + 16 * i for i in range(16)])
+    assert tree.densest(8) == LengthRange(1024, 1280, 16)
+    assert tree.densest(7) == LengthRange(0, 16, 7)

@@ -42,12 +42,22 @@ def test_a_batch_is_of_the_densest_lengths() -> None:
     assert _take(order, 4) == ["near0", "near1", "near2", "near3"]
 
 
-def test_a_batch_may_be_filled_by_blocks_rather_than_places() -> None:
-    order = _order(places=100, blocks=250)
-    for i in range(50):
-        _add(order, f"short{i}", 64 * i, float(i))
-    _add(order, "long0", 4000, 60.0)
-    assert _take(order, 1) == ["long0"]  # 250 blocks by itself, and of the narrowest width
+def test_a_batch_ends_where_its_blocks_do() -> None:
+    order = _order(places=100, blocks=40)
+    for i in range(6):
+        _add(order, i, 320, float(i))  # 20 blocks each
+    assert order.first() == 0
+    assert [entry.key for entry in order._lanes[0].batch] == [0, 1]
+
+
+def test_a_range_of_long_requests_is_not_preferred_for_filling_the_blocks_sooner() -> None:
+    order = _order(places=100, blocks=500)
+    for i in range(6):
+        _add(order, f"long{i}", 4000, float(i))
+    for i in range(30):
+        _add(order, f"short{i}", 100 + i % 8, 10.0 + i)
+    # 250 blocks each: two of the long ones would fill a batch, of all on average eleven do.
+    assert order.first() == "short0"
 
 
 def test_what_arrives_meanwhile_waits_for_the_next_batch() -> None:

@@ -103,6 +103,10 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
         "passes.norm_quant": (True, "default", "true or false"),
         "passes.swiglu_quant": (True, "default", "true or false"),
         "passes.attention_swap": (True, "default", "true or false"),
+        "scheduler.enabled": (True, "default", "true or false"),
+        "scheduler.max_wait_batches": (2, "default", "a whole number, 1 <= value <= 1000000"),
+        "scheduler.horizon_steps": (32, "default", "a whole number, 1 <= value <= 65536"),
+        "scheduler.reserve_ratio": (0.01, "default", "a number, 0 <= value <= 1"),
         "strict": (False, "default", "true or false"),
     }
     assert report["modules"] == [

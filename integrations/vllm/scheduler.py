@@ -1,0 +1,164 @@
+"""The KV-length-aware scheduler: vLLM's own, with another order of waiting requests, admission that looks ahead, and
+victims that waste the least work.
+
+vLLM's `schedule()` runs as it is. What is changed are its inputs: the queue it takes waiting requests from, the order
+of its running requests when one must be preempted, and whether a waiting request may have its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from kvcompile.config import SchedulerConfig
+from kvcompile.integrations.vllm.schedule_queue import LengthQueue
+from kvcompile.presets import NAME
+from kvcompile.schedule.block_demand import BlockDemand, Holding
+from kvcompile.schedule.victims import Stake, keep_order
+from kvcompile.schedule.waiting import WaitingOrder
+
+
+class _LengthAware(Scheduler):
+    """What both schedulers share; stands before vLLM's class in the method resolution order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = SchedulerConfig(**self.vllm_config.additional_config[NAME]["scheduler"])
+        pool = self.kv_cache_manager.block_pool
+        self._usable_blocks = pool.num_gpu_blocks - 1  # one is the null block
+        self._reserve_blocks = int(options.reserve_ratio * self._usable_blocks)
+        self._horizon = options.horizon_steps
+        self._release_steps = 2 if self.scheduler_config.async_scheduling else 1
+        order = WaitingOrder(
+            max_tokens=self.max_model_len,
+            leaf_tokens=self.block_size,
+            places=self.max_num_running_reqs,
+            blocks=self._usable_blocks,
+            max_passed=options.max_wait_batches,
+            hits=self._prefix_hits,
+        )
+        self._by_priority = self.policy == SchedulingPolicy.PRIORITY
+        self.waiting = LengthQueue(order, self.block_size, by_priority=self._by_priority)
+        # Priority is in our own orders. Told so, vLLM would look for victims itself, by priority and arrival alone.
+        self.policy = SchedulingPolicy.FCFS
+        self._demand: BlockDemand | None = None
+        self._refused: Request | None = None  # who was refused last, and until when that needs no second look
+        self._ask_again_step = 0
+
+    def schedule(self) -> SchedulerOutput:
+        self._demand = None
+        if self.finished_req_ids or self.current_step >= self._ask_again_step:
+            self._refused = None
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < self._most_blocks_of_a_step():
+            self.running = keep_order(self.running, self._stake)
+        try:
+            output = super().schedule()
+        finally:
+            vars(self.kv_cache_manager).pop("allocate_slots", None)
+        if output.preempted_req_ids:
+            self._refused = None
+        return output
+
+    def _most_blocks_of_a_step(self) -> int:
+        """Blocks that the running requests can take in one step, at most: one to decode, a chunk's to prefill."""
+        chunks = sum(request.num_tokens - request.num_computed_tokens for request in self._inflight_prefills)
+        return len(self.running) + min(chunks, self.max_num_scheduled_tokens) // self.block_size
+
+    def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
+        # Called for waiting requests only: what is allocated from here on is an admission.
+        self.kv_cache_manager.allocate_slots = self._allocate_if_it_lasts
+        if self._by_priority and self.waiting and self.skipped_waiting:
+            waiting, skipped = self.waiting.peek_request(), self.skipped_waiting.peek_request()
+            return self.waiting if waiting < skipped else self.skipped_waiting
+        return super()._select_waiting_queue_for_scheduling()
+
+    def _allocate_if_it_lasts(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        """vLLM's `allocate_slots`, refusing what would be preempted, or have another preempted, within the horizon."""
+        if request is self._refused:
+            return None
+        pool = self.kv_cache_manager.block_pool
+        holding = self._holding_of_new(request, **kwargs)
+        if self._demand is None:
+            self._demand = self._demand_of_running()
+        free = pool.get_num_free_blocks()
+        # Alone, a request has the whole pool, and vLLM does not start with a pool that is too small for one.
+        if self.running and self._demand.peak_with(holding) > free - self._reserve_blocks:
+            # Until blocks are given back that can hardly change: what runs only takes more of them.
+            self._refused, self._ask_again_step = request, self.current_step + self.block_size
+            return None
+        # The class's own: `self.kv_cache_manager.allocate_slots` is this method at the moment.
+        blocks = KVCacheManager.allocate_slots(self.kv_cache_manager, request, num_new_tokens, **kwargs)
+        if kwargs.get("num_new_computed_tokens"):
+            self._demand = None  # blocks of others may be shared now, and are not given back when those end
+        elif blocks is not None:
+            self._demand.add(holding._replace(missing=holding.missing - (free - pool.get_num_free_blocks())))
+        return blocks
+
+    def _holding_of_new(
+        self,
+        request: Request,
+        *,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_new_computed_tokens: int = 0,
+        **_: Any,
+    ) -> Holding:
+        manager = self.kv_cache_manager
+        cached = new_computed_blocks or manager.empty_kv_cache_blocks
+        tokens = min(request.num_tokens, self.max_model_len)
+        missing = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=cached.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens + num_new_computed_tokens,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+        )
+        return Holding(tokens, -(-tokens // self.block_size), missing, self._left(request), returned=0)
+
+    def _left(self, request: Request) -> int:
+        ends = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return max(0, ends - request.num_tokens - request.num_output_placeholders)
+
+    def _demand_of_running(self) -> BlockDemand:
+        demand = BlockDemand(self._horizon, self.block_size, self._release_steps)
+        for request in self.running:
+            tokens = max(request.num_tokens + request.num_output_placeholders, request.num_computed_tokens + 1)
+            blocks = -(-tokens // self.block_size)
+            left, missing, returned = self._left(request), 0, 0
+            if request in self._inflight_prefills:
+                missing = blocks - len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+            elif left + self._release_steps <= self._horizon:
+                held = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+                returned = sum(block.ref_cnt == 1 for block in held)
+            demand.add(Holding(tokens, blocks, missing, left, returned))
+        return demand
+
+    def _stake(self, request: Request) -> Stake:
+        return Stake(request.priority if self._by_priority else 0, request.num_computed_tokens, request.arrival_time)
+
+    def _prefix_hits(self, request: Request) -> int:
+        if not self.kv_cache_manager.enable_caching or request.skip_reading_prefix_cache:
+            return 0
+        found = self.kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return found[1]
+
+
+class LengthAwareScheduler(_LengthAware):
+    """For synchronous scheduling."""
+
+
+class LengthAwareAsyncScheduler(_LengthAware, AsyncScheduler):
+    """For asynchronous scheduling, which counts tokens that are not there yet."""
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler for a configuration: vLLM calls what `scheduler_cls` names, once it knows how it schedules."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (LengthAwareAsyncScheduler if asynchronous else LengthAwareScheduler)(vllm_config=vllm_config, **kwargs)
