@@ -15,10 +15,10 @@ from kvcompile.tools import qserve, qserve_source
 from kvcompile.tools.qserve_source import ELSEWHERE, FLOATS, KEPT, LINEARS, MERGED, QServeSource, Tensors
 from kvcompile.tools.quantize_output import Entry, Workspace, found, kept
 from kvcompile.tools.quantize_paths import source_and_out
-from kvcompile.tools.quantize_progress import say
+from kvcompile.tools.quantize_progress import print_result, say
+from kvcompile.tools.quantize_side import say_what_is_left_out, side_files
 
 _DTYPES = {torch.uint8: "U8", **FLOATS}  # what OUT may hold
-_NO_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Convert a W4A8 checkpoint of QServe / OmniServe (per group or per channel). Every weight keeps its value; a "
         "checkpoint that this format does not hold exactly is refused."
     )
-    parser.add_argument("src", type=Path, metavar="SRC", help="folder of the checkpoint; it is not changed")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; called OUT.part until it is complete")
+    parser.add_argument("src", metavar="SRC", help="folder of the checkpoint; it is not changed")
+    parser.add_argument("out", metavar="OUT", help="folder to make; called OUT.part until it is complete")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,11 +36,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         path, out = source_and_out(args.src, args.out)
         source = qserve_source.read(path)
+        side_files(path)  # it has judged the names by then
         with torch.inference_mode(), Workspace(out, {"command": "import-qserve", "source": str(path)}) as workspace:
             if (told := found(workspace)) is not None:
                 say(f"import-qserve: {told}")
             # Of the same size but for s1, which grows from two to four bytes a row.
             workspace.need(sum(tensor.nbytes for tensor in source.tensors.values()) * 105 // 100)
+            say_what_is_left_out("import-qserve", path)
             _write(path, source, workspace)
             workspace.publish(drop=())
     except KeyboardInterrupt:
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         cause = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
         raise UsageError(f"cannot make {args.out}: {cause}; put that right and run it again") from error
-    print(out)
+    print_result(f"{out}\n", out)
     return 0
 
 
@@ -79,9 +81,8 @@ def _write(path: Path, source: QServeSource, workspace: Workspace) -> None:
         "method": "qserve",
         "modules_to_not_convert": ["lm_head"],
     }
-    for side in sorted(path.iterdir()):
-        if side.is_file() and side.name != "config.json" and not side.name.endswith(_NO_SIDE_FILES):
-            workspace.copy(side)
+    for side in side_files(path):
+        workspace.copy(side, str(side.relative_to(path)))
     workspace.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     workspace.write_json("config.json", {**source.config, "quantization_config": described})
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -17,7 +18,8 @@ from kvcompile.tools import quantize_report as report
 from kvcompile.tools import quantize_steps as steps
 from kvcompile.tools.quantize_output import COMPLETE, Workspace, found, kept
 from kvcompile.tools.quantize_paths import source_and_out
-from kvcompile.tools.quantize_progress import progress, say
+from kvcompile.tools.quantize_progress import print_result, progress, say
+from kvcompile.tools.quantize_side import refuse_no_text, say_what_is_left_out
 from kvcompile.tools.quantize_source import Source, TensorFiles
 
 METHODS = {
@@ -31,13 +33,32 @@ CALIBRATION_TOKENS = 32768
 Texts = dict[str, list[int] | None]
 
 
+class Report(NamedTuple):
+    """What is printed of a run. sizes: bytes of all tensors, before and after."""
+
+    rows: list[report.Row]
+    sizes: tuple[int, int]
+    seconds: float
+    calibration: str | None
+    perplexity: str | None
+
+    def text(self) -> str:
+        """For standard output, which is not written yet: rich's own capture would do so."""
+        place, text = Console(), io.StringIO()
+        console = Console(file=text, force_terminal=place.is_terminal, width=place.width, highlight=False)
+        report.show(console, self.rows, self.sizes, self.seconds)
+        for line in filter(None, (self.calibration, self.perplexity)):
+            console.print(line, soft_wrap=True)
+        return text.getvalue()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Quantise the linears inside the decoder layers to 4 bits on an int8 grid (W4A8). A run that was stopped is "
         "continued by the same command."
     )
-    parser.add_argument("src", type=Path, metavar="SRC", help="folder of the checkpoint; it is not changed")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; called OUT.part until it is complete")
+    parser.add_argument("src", metavar="SRC", help="folder of the checkpoint; it is not changed")
+    parser.add_argument("out", metavar="OUT", help="folder to make; called OUT.part until it is complete")
     parser.add_argument("--group-size", choices=GROUP_SIZES, default="128", help="weights per scale (default 128)")
     methods = "; ".join(f"{name}: {what}" for name, what in METHODS.items())
     parser.add_argument("--method", choices=METHODS, help=f"{methods} (default: search, or gptq with --calibration)")
@@ -56,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     An interruption (Ctrl-C) is told in one line with what it leaves, and propagates.
     """
-    workspace = None
+    workspace, told = None, ""
     try:
         method = _method(args)
         src, out = source_and_out(args.src, args.out)
@@ -71,15 +92,15 @@ def run(args: argparse.Namespace) -> int:
             }
         texts = _texts(args, source)
         with torch.inference_mode(), Workspace(out, {**made_from, "source": source.identity()}) as workspace:
-            if (told := found(workspace)) is not None:
-                say(f"quantize: {told}")
+            if (left := found(workspace)) is not None:
+                say(f"quantize: {left}")
             if not workspace.done(COMPLETE):
                 workspace.need(job.disk_bytes())
                 with progress("checking the source", job.tensor_bytes()[0]) as advance:
                     source.check_finite(advance)
-                _quantise(job, workspace, texts)
+                say_what_is_left_out("quantize", src)
+                told = _quantise(job, workspace, texts, args.calibration_tokens).text()
             workspace.publish(drop=[steps.layer_file(i) for i in range(source.layers)] if method == "gptq" else [])
-        print(f"wrote {out}")
     except KeyboardInterrupt:
         say(f"quantize: interrupted: {kept(workspace)}")
         raise
@@ -88,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"cannot make {args.out}: {cause}; put that right and run the same again to continue"
         ) from error
+    print_result(f"{told}wrote {out}\n", out)
     return 0
 
 
@@ -117,11 +139,12 @@ def _texts(args: argparse.Namespace, source: Source) -> Texts:
         if file := getattr(args, name):
             from kvcompile.tools.quantize_perplexity import tokens_of
 
-            texts[name] = tokens_of(file, source.path, f"--{name}", limit)
+            texts[name] = tokens_of(file, source.path, f"--{name}", source.config["vocab_size"], limit)
     return texts
 
 
-def _quantise(job: steps.Job, workspace: Workspace, texts: Texts) -> None:
+def _quantise(job: steps.Job, workspace: Workspace, texts: Texts, wanted: int) -> Report:
+    """Make everything but the name OUT. `wanted`: tokens that --calibration-tokens asks for."""
     start, source = time.monotonic(), job.source
     for width, size in job.group_sizes.items():
         if job.group_size not in ("channel", str(size)):
@@ -145,14 +168,20 @@ def _quantise(job: steps.Job, workspace: Workspace, texts: Texts) -> None:
         "summary": report.summary(rows),
         "layers": rows,
     }
-    console = Console(highlight=False)
-    report.show(console, rows, sizes, seconds)
+    calibration = perplexity = None
+    if texts["calibration"]:
+        used = len(texts["calibration"]) // steps.WINDOW * steps.WINDOW  # whole windows
+        result["calibration"] = {"tokens": used, "tokens_asked_for": wanted}
+        calibration = f"calibrated on {used} tokens"
+        if len(texts["calibration"]) < wanted:
+            calibration += f": the text has {len(texts['calibration'])}, fewer than --calibration-tokens {wanted}"
     if texts["perplexity"]:
-        result["perplexity"] = _perplexity(job, workspace.path, texts["perplexity"], console)
+        perplexity, result["perplexity"] = _perplexity(job, workspace.path, texts["perplexity"])
     workspace.write_json(report.REPORT, result)
+    return Report(rows, sizes, seconds, calibration, perplexity)
 
 
-def _perplexity(job: steps.Job, made: Path, tokens: list[int], console: Console) -> dict[str, Any]:
+def _perplexity(job: steps.Job, made: Path, tokens: list[int]) -> tuple[str, dict[str, Any]]:
     from kvcompile.tools import quantize_perplexity as perplexity
 
     source = job.source
@@ -162,12 +191,12 @@ def _perplexity(job: steps.Job, made: Path, tokens: list[int], console: Console)
             for files in (source, TensorFiles(made, list(source.shards)))
         )
     comparison = perplexity.compare(before, after)
-    console.print(perplexity.told(comparison), soft_wrap=True)
-    return comparison.as_json()
+    return perplexity.told(comparison), comparison.as_json()
 
 
 def _identity(file: Path) -> str:
-    """The text's path and what it holds."""
+    """The text's name and what it holds."""
+    refuse_no_text("--calibration", file)
     try:
         return f"{file.name} (SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
     except OSError as error:

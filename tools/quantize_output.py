@@ -43,7 +43,7 @@ class Workspace:
             raise UsageError(f"OUT {out} exists; name a new folder, or remove it")
         if not out.parent.is_dir():
             raise UsageError(f"OUT {out}: the folder {out.parent} does not exist; create it or name another")
-        if os.path.lexists(self.path) and not self.path.is_dir():
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UsageError(f"{self.path} is in the way of a run that writes there; remove it")
         self.found = self.path.exists()  # what another run has left
         self.path.mkdir(exist_ok=True)
@@ -53,7 +53,11 @@ class Workspace:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._made_from = json.loads(json.dumps(made_from))  # as it will be read back
             self.rows = self._continue()
-            self._record()
+            try:
+                self._record()
+            except BaseException:
+                self._remove_unless_begun()
+                raise
         except BlockingIOError:
             os.close(self._lock)
             raise UsageError(f"{self.path} is in use by another run; wait for it, or name another OUT") from None
@@ -67,8 +71,8 @@ class Workspace:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """A run that ends before its first step is complete leaves nothing; any other can be continued."""
         try:
-            if kind is not None and issubclass(kind, (UsageError, KeyboardInterrupt, SystemExit)) and not self.rows:
-                shutil.rmtree(self.path)
+            if kind is not None and issubclass(kind, (UsageError, OSError, KeyboardInterrupt, SystemExit)):
+                self._remove_unless_begun()
         finally:
             os.close(self._lock)
 
@@ -100,8 +104,10 @@ class Workspace:
             if file.tell() != 8 + len(head) + offset:
                 raise RuntimeError(f"{path}: {file.tell()} bytes written, {8 + len(head) + offset} announced")
 
-    def copy(self, file: Path) -> None:
-        with self._complete(file.name) as path:
+    def copy(self, file: Path, name: str) -> None:
+        """Copy `file` to `name`, which may be in a subfolder."""
+        (self.path / name).parent.mkdir(exist_ok=True)
+        with self._complete(name) as path:
             shutil.copyfile(file, path)
 
     def need(self, size_bytes: int) -> None:
@@ -129,6 +135,10 @@ class Workspace:
         os.fsync(parent)
         os.close(parent)
         (self.out / MANIFEST).unlink()
+
+    def _remove_unless_begun(self) -> None:
+        if not self.rows:
+            shutil.rmtree(self.path)
 
     def _record(self) -> None:
         self.write_json(MANIFEST, {"made_from": self._made_from, "steps": self.rows, "sizes": self._sizes})

@@ -6,15 +6,20 @@ import os
 from pathlib import Path
 
 from kvcompile.config import UsageError
+from kvcompile.tools.quantize_side import refuse_no_text
 
 
-def source_and_out(src: Path, out: Path) -> tuple[Path, Path]:
+def source_and_out(src: str, out: str) -> tuple[Path, Path]:
     """Both absolute, SRC without symbolic links; neither need exist.
 
-    Raises UsageError for a path that the system cannot follow (a loop of links, too long a name, a `~` of nobody), and
-    for two that lie one in the other.
+    Raises UsageError for a path that is empty, that the system cannot follow (a loop of links, too long a name, a `~`
+    of nobody), or that is no text, and for two that lie one in the other.
     """
-    source, target = _followed("SRC", src).resolve(), _expanded("OUT", out)
+    for name, path, what in (("SRC", src, "the folder of a checkpoint"), ("OUT", out, "a folder to make")):
+        if not path:
+            raise UsageError(f"{name} is empty; give {what}")
+        refuse_no_text(name, Path(path))
+    source, target = _followed("SRC", Path(src)).resolve(), _expanded("OUT", Path(out))
     if not target.name:
         raise UsageError(f"OUT {target} exists; name a new folder")
     parent = _followed("OUT", target.parent)

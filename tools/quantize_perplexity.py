@@ -54,14 +54,17 @@ class Comparison(NamedTuple):
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def tokens_of(file: Path, checkpoint: Path, flag: str, limit: int | None = None) -> list[int]:
-    """The ids of a text file, at most `limit` of them. Raises UsageError, naming `flag`, for too short a text."""
+def tokens_of(file: Path, checkpoint: Path, flag: str, vocabulary: int, limit: int | None = None) -> list[int]:
+    """The ids of a text file, at most `limit` of them.
+
+    Raises UsageError, naming `flag`, for too short a text and for ids that are not below `vocabulary`.
+    """
     from transformers import AutoTokenizer
 
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {file} cannot be read as UTF-8 text: {error}") from error
+        raise UsageError(f"{flag} {file} cannot be read as UTF-8 text: {error}; give a plain text file") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -70,6 +73,11 @@ def tokens_of(file: Path, checkpoint: Path, flag: str, limit: int | None = None)
     ids = tokenizer(text, verbose=False)["input_ids"][:limit]
     if len(ids) < WINDOW:
         raise UsageError(f"{flag} {file} holds {len(ids)} tokens; at least {WINDOW} are needed")
+    if max(ids) >= vocabulary:
+        raise UsageError(
+            f"{flag}: the tokenizer of {checkpoint} gives the id {max(ids)}; by vocab_size in config.json the model "
+            f"has 0 to {vocabulary - 1}; the two do not belong together, get the checkpoint again"
+        )
     return ids
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from kvcompile.config import UsageError
 
 QUIET_S = 5.0  # between two lines
 
@@ -18,6 +23,18 @@ Advance = Callable[[int], None]
 def say(line: str) -> None:
     """A line on standard error that is not wrapped."""
     Console(stderr=True, highlight=False, markup=False).print(line, soft_wrap=True)
+
+
+def print_result(text: str, out: Path) -> None:
+    """Print what a run that has made `out` reports. Raises UsageError where standard output takes nothing more."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        # What is left in its buffer would fail once more at exit, with a trace.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(
+            f"{out} is complete, but standard output cannot be written ({error.strerror}); nothing is to be done again"
+        ) from None
 
 
 @contextmanager

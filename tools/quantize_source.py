@@ -15,13 +15,12 @@ from kvcompile.config import UsageError
 from kvcompile.llama import ARCHITECTURES, expected, is_superfluous
 from kvcompile.ops.w4a8 import legal_group
 from kvcompile.shards import INDEX, announced
-from kvcompile.tools import checked_dir
+from kvcompile.tools.quantize_side import refuse_no_text, side_files
 
 _FLOATS = ("BF16", "F16", "F32")
 # Errors are squared and summed in float32: up to here the sum over a whole linear cannot overflow. Trained weights stay
 # below 1e4.
 LARGEST = 2.0**48
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 class TensorFiles:
@@ -135,18 +134,14 @@ class Source(TensorFiles):
         return sizes
 
     def side_files(self) -> list[Path]:
-        """Tokenizer and other files that go with the weights: top level, no weights, nor what is written anew."""
-        anew = ("config.json", checked_dir.MANIFEST)
-        return sorted(
-            path
-            for path in self.path.iterdir()
-            if path.is_file() and path.name not in anew and not path.name.endswith(_WEIGHT_FILES)
-        )
+        """Tokenizer and other files that go with the weights."""
+        return side_files(self.path)
 
     def identity(self) -> dict[str, list[int]]:
         """Size and time of last change (ns) of every file that the result depends on."""
         files = [*(self.path / file for file in self.shards), self.path / "config.json", *self.side_files()]
-        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+        sizes = ((str(file.relative_to(self.path)), file.stat()) for file in files)
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sizes}
 
     def _refuse_other(self, name: str, shape: tuple[int, ...], linear: str | None = None) -> None:
         """Raise UsageError unless there is a tensor `name` of that shape and of a float dtype."""
@@ -210,6 +205,8 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str]]:
         files = sorted(present | announced(present))
     if not files:
         raise UsageError(f"SRC {path}: no safetensors file; convert the checkpoint to safetensors first")
+    for file in files:
+        refuse_no_text("SRC: file", path / file)
     missing = next((file for file in files if not (path / file).is_file()), None)
     if missing:
         raise UsageError(f"SRC {path}: shard {missing} is missing; get the checkpoint again")

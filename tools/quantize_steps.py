@@ -147,7 +147,7 @@ def write_shards(job: Job, workspace: Workspace, advance: Advance) -> None:
 def write_rest(job: Job, workspace: Workspace) -> None:
     """config.json, the index if there are several shards, and the files that go with the weights."""
     for file in job.source.side_files():
-        workspace.copy(file)
+        workspace.copy(file, str(file.relative_to(job.source.path)))
     workspace.write_json("config.json", {**job.source.config, "quantization_config": job.quantization_config()})
     if len(job.source.shards) > 1:
         where = {name: shard for shard in job.source.shards for name, *_ in job.entries(shard)}

@@ -24,6 +24,7 @@ from kvcompile import cli
         ("x" * 300, "x.part: File name too long; name another folder"),
         ("x" * 252, "x.part: File name too long; name another folder"),
         ("in-the-way", "in-the-way.part is in the way"),
+        ("linked", "linked.part is in the way"),
         ("foreign", "foreign.part is not of a run"),
         (".", "lie one in the other"),
     ],
@@ -35,6 +36,7 @@ def test_places_that_cannot_become_out_are_refused(tmp_path, capsys, out, told):
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "in-the-way.part").write_text("x")
+    (tmp_path / "linked.part").symlink_to("taken")
     (tmp_path / "foreign.part").mkdir()
     (tmp_path / "foreign.part" / "mine.txt").write_text("x")
     place = out if out.startswith("~") else tmp_path / out
@@ -70,6 +72,8 @@ def test_places_that_the_system_cannot_follow_are_no_source(tmp_path, capsys, so
         (["--calibration", "binary.txt"], "binary.txt cannot be read as UTF-8 text"),
         (["--perplexity", "short.txt"], "short.txt holds 5 tokens; at least 512"),
         (["--perplexity", "none.txt"], "none.txt cannot be read"),
+        (["--perplexity", "."], "Is a directory: '.'; give a plain text file"),
+        (["--calibration", "."], "--calibration . cannot be read: Is a directory; give a plain text file"),
     ],
 )
 def test_arguments_that_cannot_be_followed_are_refused(tmp_path, capsys, monkeypatch, arguments, told):
@@ -79,6 +83,18 @@ def test_arguments_that_cannot_be_followed_are_refused(tmp_path, capsys, monkeyp
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 600)
     monkeypatch.chdir(tmp_path)
     assert told in sources.refused(tmp_path, capsys, source, tmp_path / "o", *arguments)
+
+
+@pytest.mark.parametrize("argument", ["--perplexity", "--calibration"])
+def test_a_tokenizer_of_more_ids_than_the_model_has_is_refused(tmp_path, capsys, argument):
+    state = sources.tensors()
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"][:80]
+    source = sources.write(tmp_path / "s", state, vocab_size=80)
+    (tmp_path / "long.txt").write_text("long " * 200)
+    assert sources.refused(tmp_path, capsys, source, tmp_path / "o", argument, tmp_path / "long.txt") == (
+        f"kvcompile: error: {argument}: the tokenizer of {source} gives the id 220; by vocab_size in config.json the "
+        "model has 0 to 79; the two do not belong together, get the checkpoint again\n"
+    )
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_be_calibrated(tmp_path, capsys):

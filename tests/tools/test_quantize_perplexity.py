@@ -87,7 +87,7 @@ def test_both_numbers_and_their_difference_are_reported(tmp_path, capsys):
     text.write_text(prose()[:2000], encoding="utf-8")
     assert cli.main(["quantize", str(source), str(tmp_path / "o"), "--method", "rtn", "--perplexity", str(text)]) == 0
     told = json.loads((tmp_path / "o" / "kvcompile_quantize.json").read_text())["perplexity"]
-    ids = windows(tokens_of(text, source, "--perplexity"), 512)
+    ids = windows(tokens_of(text, source, "--perplexity", sources.VOCAB), 512)
     before = _reference(source, ids, {})
     state = sources.read(tmp_path / "o")
     rebuilt = {f"{name}.weight": dequantize(sources.linear(state, name)) for name in sources.linear_names()}
@@ -115,3 +115,15 @@ def test_tensors_are_read_from_any_of_the_files(tmp_path):
     files = TensorFiles(folder, sorted(file.name for file in folder.glob("*.safetensors")))
     for name, tensor in sources.tensors().items():
         assert torch.equal(files.read(name), tensor), name
+
+
+@pytest.mark.parametrize(("asked", "used", "told"), [(1024, 1024, ""), (4096, 1024, ": the text has 1200, fewer than")])
+def test_the_tokens_that_calibrate_are_told(tmp_path, capsys, asked, used, told):
+    text = tmp_path / "text.txt"
+    text.write_text("x" * 1200)
+    arguments = ("--calibration", text, "--calibration-tokens", asked)
+    assert cli.main(["quantize", *map(str, (sources.write(tmp_path / "s"), tmp_path / "o", *arguments))]) == 0
+    ending = f"{told} --calibration-tokens {asked}" if told else ""
+    assert f"calibrated on {used} tokens{ending}" in capsys.readouterr().out.splitlines()
+    report = json.loads((tmp_path / "o/kvcompile_quantize.json").read_text())
+    assert report["calibration"] == {"tokens": used, "tokens_asked_for": asked}

@@ -195,6 +195,19 @@ def test_a_full_disk_is_told_and_what_is_done_stays(tmp_path, monkeypatch, capsy
     assert cli.main(["quantize", str(source), str(tmp_path / "o")]) == 0
 
 
+@pytest.mark.parametrize("at", ["manifest", "first shard"])
+def test_a_disk_that_is_full_at_the_first_file_leaves_nothing(tmp_path, monkeypatch, capsys, at):
+    source = sources.write(tmp_path / "s")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Workspace, "write_json" if at == "manifest" else "write_tensors", full)
+    assert cli.main(["quantize", str(source), str(tmp_path / "o")]) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
 def test_too_little_space_is_told_before_anything_is_written(tmp_path, monkeypatch, capsys):
     source = sources.write(tmp_path / "s")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1 << 19))
