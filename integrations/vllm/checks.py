@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from kvcompile.config import UsageError, shown
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
+from kvcompile.integrations.vllm.request import request_of
 from kvcompile.llama import ARCHITECTURES
 from kvcompile.ops.kv8 import HEAD_SIZES
 
@@ -114,7 +115,7 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
 
 
 def refuse_malformed_description(args: EngineArgs) -> None:
-    """A `quantization_config` that vLLM itself would stumble over, where W4A8 is asked for or mentioned.
+    """A `quantization_config` that vLLM itself would stumble over, where kvcompile or W4A8 is asked for or mentioned.
 
     Judged for a config.json that is on this machine; of other models, and of one that is no JSON, vLLM speaks itself.
     """
@@ -126,18 +127,25 @@ def refuse_malformed_description(args: EngineArgs) -> None:
     except ValueError:
         return
     described = config.get("quantization_config") if isinstance(config, dict) else None
+    w4a8 = args.quantization == W4A8_QUANTIZATION or W4A8_QUANTIZATION in json.dumps(described).lower()
     # null is what vLLM takes for an unquantised checkpoint
-    asked = args.quantization == W4A8_QUANTIZATION
-    if described is None or not (asked or W4A8_QUANTIZATION in json.dumps(described).lower()):
+    if described is None or not (w4a8 or request_of(args.compilation_config) is not None):
         return
     if not isinstance(described, Mapping):
         found = f"is {shown(described)}"
     elif "quant_method" not in described:
-        found = "has no quant_method"
-    elif not isinstance(method := described["quant_method"], str) or not method:
+        found = "has no quant_method" if w4a8 else None  # which vLLM takes for an unquantised checkpoint too
+    elif not isinstance(method := described["quant_method"], str) or (w4a8 and not method):
         found = f"has the quant_method {shown(method)}"
     else:
         return
+    if found is None:
+        return
+    if not w4a8:
+        raise UsageError(
+            f"model {args.model}: quantization_config in config.json {found}; allowed is a table whose quant_method is "
+            "a name, or none at all for a checkpoint that is not quantised; get the checkpoint again"
+        )
     raise UsageError(
         f"model {args.model}: quantization_config in config.json {found}; allowed is a table with the quant_method "
         f'"{W4A8_QUANTIZATION}", or none at all for a checkpoint that is not quantised; quantise it anew with '
@@ -145,7 +153,7 @@ def refuse_malformed_description(args: EngineArgs) -> None:
     )
 
 
-def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_linear: bool) -> None:
+def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_linear: bool = True) -> None:
     """What of a W4A8 checkpoint can be judged without its weights: its own description, and how it meets `args`."""
     if model.quantization != W4A8_QUANTIZATION:
         return
@@ -165,15 +173,21 @@ def refuse_unservable_linears(args: EngineArgs, model: ModelConfig, *, with_line
     config = W4A8Config() if described is None else W4A8Config.from_config(described)
     config.packed_modules_mapping = _MERGED  # vLLM itself sets it in the worker only
     text, ranks = model.hf_text_config, args.tensor_parallel_size
+    config.refuse_unknown_skipped(text.num_hidden_layers)
     for i in range(text.num_hidden_layers):
         for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
             config.skips(f"model.layers.{i}.{name}")
     heads = model.model_arch_config.total_num_attention_heads * model.get_head_size()
-    for block, name, width in (("self_attn", "o_proj", heads), ("mlp", "down_proj", text.intermediate_size)):
+    for block, name, width, cut in (
+        ("self_attn", "o_proj", heads, ranks),
+        ("mlp", "down_proj", text.intermediate_size, ranks),
+        ("self_attn", "qkv_proj", text.hidden_size, 1),  # these two are cut along their output
+        ("mlp", "gate_up_proj", text.hidden_size, 1),
+    ):
         # A checkpoint has no group size for a width that only skipped layers have.
         quantised = not all(config.skips(f"model.layers.{i}.{block}.{name}") for i in range(text.num_hidden_layers))
-        if quantised and width % ranks == 0:  # otherwise vLLM refuses the number of ranks itself
-            config.group_on_rank(name, width, ranks)
+        if quantised and width % cut == 0:  # otherwise vLLM refuses the number of ranks itself
+            config.group_on_rank(name, width, cut)
 
 
 def refuse_too_little_memory(config: VllmConfig) -> None:

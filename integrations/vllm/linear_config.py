@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
-from kvcompile.config import UsageError
+from kvcompile.config import UsageError, shown
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.ops.w4a8 import check_group, is_legal_group, legal_group
+from kvcompile.ops.w4a8.reference import GROUP_STEP
 
 FORMAT = 1
 ONLINE_GROUP = 128  # channels a group where the weights are quantised while they load; smaller where it does not divide
@@ -27,6 +29,9 @@ logger = init_logger("vllm.kvcompile")
 _KEYS = ("quant_method", "format", "group_size", "group_sizes", "method", "modules_to_not_convert")
 _ACTIVATION_WORDS = ("activation", "input", "act_")
 _ANEW = "quantise it anew with `kvcompile quantize`"
+_LINEAR = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)")
+_NOT_IN_LAYERS = ("lm_head", "model.embed_tokens")  # never quantised; a list may say so
+_WIDTH = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class W4A8Config(QuantizationConfig):
@@ -71,23 +76,33 @@ class W4A8Config(QuantizationConfig):
         _refuse_unknown_keys(config)
         if type(config.get("format")) is not int or config["format"] != FORMAT:  # True == 1
             raise UsageError(
-                f"quantization_config: format is {config.get('format')!r}; this version of kvcompile reads {FORMAT}; "
-                f"{_ANEW}, or install the kvcompile that wrote it"
+                f"quantization_config: format is {_shown(config.get('format'))}; this version of kvcompile reads "
+                f"{FORMAT}; {_ANEW}, or install the kvcompile that wrote it"
             )
         sizes = config.get("group_sizes")
         if not isinstance(sizes, Mapping) or not sizes:
             raise UsageError(
-                f"quantization_config: group_sizes is {sizes!r}; allowed is a table from input width to group size, "
-                f'such as {{"4096": 128}}; {_ANEW}'
+                f"quantization_config: group_sizes is {_shown(sizes)}; allowed is a table from input width to group "
+                f'size, such as {{"4096": 128}}; {_ANEW}'
             )
         if (group := config.get("group_size")) is not None and group != CHANNEL and type(group) is not int:
             raise UsageError(
-                f'quantization_config: group_size is {group!r}; allowed is a whole number or "{CHANNEL}"; {_ANEW}'
+                f'quantization_config: group_size is {_shown(group)}; allowed is a whole number or "{CHANNEL}"; {_ANEW}'
             )
-        skipped = config.get("modules_to_not_convert") or []
+        if type(group) is int and (group < 1 or group % GROUP_STEP):
+            raise UsageError(
+                f"quantization_config: group_size is {_shown(group)}; allowed is a positive multiple of {GROUP_STEP} "
+                f'or "{CHANNEL}"; {_ANEW}'
+            )
+        if (method := config.get("method")) is not None and not isinstance(method, str):
+            raise UsageError(
+                f"quantization_config: method is {_shown(method)}; allowed is the name of a method; {_ANEW}"
+            )
+        skipped = config.get("modules_to_not_convert")
+        skipped = [] if skipped is None else skipped
         if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
             raise UsageError(
-                f"quantization_config: modules_to_not_convert is {skipped!r}; allowed is a list of names; {_ANEW}"
+                f"quantization_config: modules_to_not_convert is {_shown(skipped)}; allowed is a list of names; {_ANEW}"
             )
         return cls(dict(_group_size(width, group) for width, group in sizes.items()), tuple(skipped))
 
@@ -116,6 +131,16 @@ class W4A8Config(QuantizationConfig):
         if self.skips(prefix):
             return UnquantizedLinearMethod()
         return (W4A8OnlineLinearMethod if self.group_sizes is None else W4A8LinearMethod)(self, prefix)
+
+    def refuse_unknown_skipped(self, layers: int) -> None:
+        """Raise UsageError for a name in modules_to_not_convert that a Llama of so many layers does not have."""
+        for name in self.skipped:
+            of_layer = _LINEAR.fullmatch(name[:80])
+            if name not in _NOT_IN_LAYERS and not (of_layer and int(of_layer[1]) < layers):
+                raise UsageError(
+                    f"quantization_config: modules_to_not_convert has {shown(name)}, which names no linear of this "
+                    f"model of {layers} layers; allowed are full names, such as model.layers.0.mlp.down_proj; {_ANEW}"
+                )
 
     def skips(self, prefix: str) -> bool:
         """Whether the checkpoint leaves the linear of that full name as it was.
@@ -151,9 +176,10 @@ class W4A8Config(QuantizationConfig):
                 raise UsageError(f"layer {layer}: {error}; serve the checkpoint without {W4A8_QUANTIZATION}") from None
         group = self.group_sizes.get(width)
         if group is None:
+            widths = ", ".join(map(str, self.group_sizes))
             raise UsageError(
                 f"layer {layer}: quantization_config has no group size for an input width of {width}, only for "
-                f"{', '.join(map(str, self.group_sizes))}; {_ANEW}"
+                f"{widths if len(widths) <= 80 else widths[:77] + '...'}; {_ANEW}"
             )
         if group == width and is_legal_group(own, own):
             return own  # one zero and scale per row, and every rank has them
@@ -172,12 +198,12 @@ def _refuse_unknown_keys(config: Mapping[str, Any]) -> None:
             continue
         if any(word in key for word in _ACTIVATION_WORDS):
             raise UsageError(
-                f"quantization_config: {key} is {value!r}; activations are int8, symmetric, with one scale per token "
-                f"found at run time, and nothing else is served; {_ANEW}"
+                f"quantization_config: {_key(key)} is {_shown(value)}; activations are int8, symmetric, with one scale "
+                f"per token found at run time, and nothing else is served; {_ANEW}"
             )
         raise UsageError(
-            f"quantization_config: {key} is not known; format {FORMAT} has {', '.join(_KEYS)}; {_ANEW}, or install the "
-            "kvcompile that wrote it"
+            f"quantization_config: {_key(key)} is not known; format {FORMAT} has {', '.join(_KEYS)}; {_ANEW}, or "
+            "install the kvcompile that wrote it"
         )
 
 
@@ -185,9 +211,25 @@ def _group_size(width: Any, group: Any) -> tuple[int, int]:
     try:
         if group != CHANNEL and type(group) is not int:  # int() would cut 64.9 down to 64
             raise TypeError(f'allowed is a whole number or "{CHANNEL}"')
+        if not isinstance(width, str) or not _WIDTH.fullmatch(width):  # int() takes " 256" and "2_56" as well
+            raise TypeError("allowed as a width is a positive whole number in plain digits")
         wide = int(width)
         size = wide if group == CHANNEL else group
         check_group(wide, size)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"quantization_config: group_sizes has {width!r}: {group!r}: {error}; {_ANEW}") from None
+        pair = f"{_shown(width)}: {_shown(group)}"
+        raise UsageError(f"quantization_config: group_sizes has {pair}: {_cut(str(error))}; {_ANEW}") from None
     return wide, size
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it, on one line of at most 80 characters."""
+    return repr(value) if value is None or isinstance(value, bool) else shown(value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"\w{1,40}", key, re.ASCII) else shown(key)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 250 else f"{text[:247]}..."

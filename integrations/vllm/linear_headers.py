@@ -1,7 +1,8 @@
 """A W4A8 model's weight files, judged by their headers before an engine is started: is everything there, and as said?
 
-No weight is read. Loading checks the same again (`linear_loading`, `linear_complete`), and what only the values can
-tell; but it runs in a worker, whose failure ends in a long trace and exit code 1.
+Then the scales (`linear_values`); no 4-bit code is read. Loading checks the same again (`linear_loading`,
+`linear_complete`), and what only the codes can tell; but it runs in a worker, whose failure ends in a long trace and
+exit code 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.config import ModelConfig
 
 from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import linear_values
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.llama import ARCHITECTURES, Expected, expected, is_superfluous
@@ -52,18 +54,21 @@ def refuse_damaged(model: ModelConfig, load_format: str) -> None:
     headers: Headers = {}
     for file in files:
         headers |= _header(file, str(model.model))
-    known = set()
+    known, linears = set(), set()
     text = model.hf_text_config
     said = {**text.to_dict(), "architectures": [model.architecture], "tie_word_embeddings": text.tie_word_embeddings}
     for name, dtype, shape in _wanted(said, f"model {model.model}: config.json", config):
         _refuse_other(name, dtype, shape, headers)
         known.add(name)
+        if name.endswith(".qweight"):
+            linears.add(name.removesuffix(".qweight"))
     for name in sorted(headers.keys() - known):
         if not is_superfluous(name) and not _KV_SCALE.fullmatch(name):
             raise UsageError(
                 f"the checkpoint has a tensor {name} that its config.json has no place for; remove the tensor, or "
                 "quantise the model anew"
             )
+    linear_values.refuse_wrong(files, linears)
 
 
 def _wanted(said: dict[str, Any], where: str, config: W4A8Config) -> Iterator[tuple[str, str | None, list[int]]]:

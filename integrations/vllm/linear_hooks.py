@@ -7,6 +7,8 @@ import functools
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kvcompile.llama import ARCHITECTURES
+
 
 def install() -> None:
     """Look at a checkpoint's description of itself before vLLM does, and at the headers of its weights after that.
@@ -22,6 +24,8 @@ def install() -> None:
 
         checks.refuse_malformed_description(self)
         model = create_model_config(self)
+        if model.architecture in ARCHITECTURES:  # of others the preset speaks, or vLLM
+            checks.refuse_unservable_linears(self, model)
         linear_headers.refuse_damaged(model, self.load_format)
         return model
 

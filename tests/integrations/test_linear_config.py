@@ -55,7 +55,45 @@ def test_an_illegal_group_is_refused_with_its_width(width, group):
     assert f"group_sizes has {width!r}: {group!r}: " in _refused(group_sizes={width: group})
 
 
-@pytest.mark.parametrize("names", ["lm_head", [1]])
+@pytest.mark.parametrize(
+    "width", [" 256", "2_56", "+256", "\u0662\u0665\u0666", "-256", "0256", "256 ", "256\n", "2" * 5000]
+)
+def test_a_width_is_written_in_plain_digits(width):
+    said = _refused(group_sizes={width: 64})
+    assert f"group_sizes has {repr(width)[:70]}" in said and len(said) < 400
+    assert "allowed as a width is a positive whole number in plain digits" in said
+
+
+@pytest.mark.parametrize("group", [5, -1, 0, -64, 100])
+def test_the_group_that_was_asked_for_is_one_that_there_is(group):
+    said = _refused(group_size=group)
+    assert f'group_size is {group}; allowed is a positive multiple of 64 or "channel"' in said
+
+
+@pytest.mark.parametrize("method", [5, ["rtn"], {}, True])
+def test_a_method_is_a_name(method):
+    assert f"method is {method!r}; allowed is the name of a method" in _refused(method=method)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x" * 5000: 1},
+        {"a\nb": 1},
+        {"act_x": "y\n" * 5000},
+        {"format": "1\n" * 5000},
+        {"group_sizes": "1\n" * 5000},
+        {"group_sizes": {"128": "1\n" * 5000}},
+        {"group_size": "1\n" * 5000},
+        {"method": ["1\n" * 5000]},
+        {"modules_to_not_convert": "1\n" * 5000},
+    ],
+)
+def test_what_is_long_or_of_several_lines_is_shown_in_short(changes):
+    assert len(_refused(**changes)) < 400
+
+
+@pytest.mark.parametrize("names", ["lm_head", [1], {}, 0, "", False])
 def test_skipped_modules_are_a_list_of_names(names):
     assert f"modules_to_not_convert is {names!r}; allowed is a list of names" in _refused(modules_to_not_convert=names)
 
@@ -114,6 +152,12 @@ def test_a_width_that_the_checkpoint_does_not_list_is_refused_with_those_that_it
     assert "layer o_proj: quantization_config has no group size for an input width of 512, only for 128, 256" in str(
         caught.value
     )
+
+
+def test_of_many_widths_the_first_are_told():
+    with pytest.raises(UsageError) as caught:
+        W4A8Config({64 * i: 64 for i in range(1, 3000)}).group_on_rank("o_proj", 80, 1)
+    assert "only for 64, 128, 192, " in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_lora_is_refused_without_the_preset_too():

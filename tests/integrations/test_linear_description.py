@@ -70,6 +70,33 @@ def test_with_the_quantisation_mentioned_a_malformed_description_is_one_line(ref
     assert refused(model=model) == f"model {model}: quantization_config in config.json {found}; {ALLOWED}"
 
 
+@pytest.mark.parametrize(
+    ("described", "found"),
+    [
+        ([1], "is [1]"),
+        ([], "is []"),
+        ("fp8", "is 'fp8'"),
+        (0, "is 0"),
+        (False, "is false"),
+        ({"quant_method": None}, "has the quant_method none"),
+        ({"quant_method": 5}, "has the quant_method 5"),
+        ({"quant_method": ["x"]}, "has the quant_method ['x']"),
+    ],
+    ids=str,
+)
+def test_with_the_preset_alone_a_malformed_description_is_one_line(refusal, checkpoint, described, found):
+    model = checkpoint(quantization_config=described)
+    assert refusal(model=model) == (
+        f"model {model}: quantization_config in config.json {found}; allowed is a table whose quant_method is a name, "
+        "or none at all for a checkpoint that is not quantised; get the checkpoint again"
+    )
+
+
+@pytest.mark.parametrize("described", [{}, {"bits": 4}, {"quant_method": ""}], ids=str)
+def test_with_the_preset_alone_what_vllm_takes_for_unquantised_is_served(build, checkpoint, described):
+    assert build(model=checkpoint(quantization_config=described)).quant_config is None
+
+
 def test_a_long_description_is_cut_short(refusal, checkpoint):
     line = refusal(model=checkpoint(quantization_config=[QUANTISED]))
     assert "quantization_config in config.json is [{'quant_method': 'kvcompile_w4a8', " in line
@@ -176,3 +203,48 @@ def test_leaving_out_all_parts_of_a_merged_linear_is_served(build, checkpoint):
     names = [f"model.layers.1.self_attn.{part}" for part in PARTS["qkv_proj"]]
     config = build(model=checkpoint(quantization_config={**QUANTISED, "modules_to_not_convert": names}))
     assert config.quant_config.skipped == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "q_proj",
+        "layers.0.mlp.down_proj",
+        "model.layers.2.mlp.down_proj",
+        "model.layers.01.mlp.down_proj",
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.0.mlp",
+        "",
+    ],
+)
+def test_a_name_that_is_of_no_linear_is_refused(refused, checkpoint, name):
+    model = checkpoint(quantization_config={**QUANTISED, "modules_to_not_convert": ["lm_head", name]})
+    assert refused(model=model) == (
+        f"quantization_config: modules_to_not_convert has {name!r}, which names no linear of this model of 2 layers; "
+        "allowed are full names, such as model.layers.0.mlp.down_proj; quantise it anew with `kvcompile quantize`"
+    )
+
+
+def test_the_head_and_the_embeddings_may_be_named(build, checkpoint):
+    names = ["lm_head", "model.embed_tokens"]
+    config = build(model=checkpoint(quantization_config={**QUANTISED, "modules_to_not_convert": names}))
+    assert config.quant_config.skipped == names
+
+
+# --- a width that no group fits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "width"),
+    [
+        ({"intermediate_size": 200}, "down_proj", 200),
+        ({"hidden_size": 136}, "qkv_proj", 136),
+        ({"head_dim": 36}, "o_proj", 72),
+    ],
+)
+def test_an_illegal_width_that_would_be_quantised_while_loading_is_one_line(refused, checkpoint, changes, layer, width):
+    off = {} if "head_dim" not in changes else {"kv_cache_dtype": "auto"}
+    assert refused(model=checkpoint(**changes), **ONLINE, **off) == (
+        f"layer {layer}: in_features is {width}; allowed are positive multiples of 16; serve the checkpoint without "
+        "kvcompile_w4a8"
+    )

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import linear_values
 from kvcompile.ops.w4a8 import W4A8Weight
 from tests.integrations.w4a8_checkpoints import DOWN, INTERMEDIATE, QKV, QWEN2, QWEN3, Tensors, described, tensors
 
@@ -125,6 +127,61 @@ def test_a_tensor_of_another_shape_or_dtype_is_named_with_both(refused, folder, 
         f"tensor {name} is {found}; by the checkpoint's config.json it is {wanted}; the two do not belong together, "
         "quantise the model anew"
     )
+
+
+def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[7] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("group_scales", 0, "1 to 255"),
+        ("group_zeros", 16, "0 to 15"),
+        ("group_zeros", 255, "0 to 15"),
+        ("channel_scales", float("nan"), "finite numbers above 0"),
+        ("channel_scales", float("inf"), "finite numbers above 0"),
+        ("channel_scales", 0.0, "finite numbers above 0"),
+        ("channel_scales", -0.5, "finite numbers above 0"),
+    ],
+)
+def test_a_scale_or_zero_point_that_cannot_be_is_named(refused, folder, field, value, allowed):
+    assert refused(model=folder(_changed(f"{UP}.{field}", _with(value)), files=3)) == (
+        f"tensor {UP}.{field} holds {value:g} in row 7; allowed are {allowed}; the checkpoint is damaged, quantise or "
+        "copy it anew"
+    )
+
+
+def test_the_codes_are_not_read(build, folder, monkeypatch):
+    read = []
+
+    class Watched:
+        def __init__(self, *args: Any) -> None:
+            self._file = safe_open(*args)
+
+        def __enter__(self) -> Watched:
+            self._handle = self._file.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self._file.__exit__(*args)
+
+        def keys(self) -> list[str]:
+            return self._handle.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name.rpartition(".")[2])
+            return self._handle.get_tensor(name)
+
+    monkeypatch.setattr(linear_values, "safe_open", Watched)
+    build(model=folder(), load_format="auto")
+    assert set(read) == {"group_scales", "group_zeros", "channel_scales"}
+    assert len(read) == 3 * 2 * 7
 
 
 @pytest.mark.parametrize("name", [f"{UP}.weight", "model.layers.2.mlp.up_proj.qweight", f"{UP}.bias", "rotation"])
