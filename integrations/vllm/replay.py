@@ -30,6 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcompile.integrations.vllm.schedule_queue import LengthQueue
 from kvcompile.presets import NAME
 from kvcompile.schedule.trace import Arrival, Step, StepTime
 
@@ -133,7 +134,10 @@ class Outcome:
     seconds: float = 0.0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    schedule_s: list[float] = field(default_factory=list)  # wall time of each call of schedule()
+    empty_steps: int = 0  # calls of schedule() that scheduled nothing
+    most_passed: int = 0  # batches that passed the same request over
+    usable_blocks: int = 0
+    schedule_s: list[float] = field(default_factory=list)  # processor time of each call of schedule()
     blocks_used: list[tuple[float, int]] = field(default_factory=list)  # (simulated time, blocks in use)
     admitted: list[tuple[int, int]] = field(default_factory=list)  # (step, index of the request)
     preempted: list[tuple[int, int]] = field(default_factory=list)
@@ -183,6 +187,9 @@ class Replay:
                 if self.after_step:
                     self.after_step(self)
         self.outcome.seconds = self.clock_s
+        self.outcome.usable_blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        if isinstance(self.scheduler.waiting, LengthQueue):  # vLLM's own queues pass nobody over
+            self.outcome.most_passed = self.scheduler.waiting.order.most_passed
         return self.outcome
 
     def _add(self, index: int, arrival: Arrival) -> None:
@@ -199,10 +206,11 @@ class Replay:
 
     def _schedule(self) -> None:
         outcome, requests = self.outcome, self.scheduler.requests
-        begin = time.perf_counter()
+        begin = time.thread_time()
         output = self.scheduler.schedule()
-        outcome.schedule_s.append(time.perf_counter() - begin)
+        outcome.schedule_s.append(time.thread_time() - begin)
         outcome.steps += 1
+        outcome.empty_steps += not output.total_num_scheduled_tokens
         for name in output.preempted_req_ids or ():
             outcome.preemptions += 1
             outcome.preempted.append((outcome.steps, int(name)))

@@ -7,6 +7,7 @@ of its running requests when one must be preempted, and whether a waiting reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -24,13 +25,28 @@ from kvcompile.schedule.victims import Stake, keep_order
 from kvcompile.schedule.waiting import WaitingOrder
 
 
+class _AdmittingManager:
+    """vLLM's KV cache manager with another `allocate_slots`, for the part of a step in which requests are admitted.
+
+    An object of its own: an attribute set on vLLM's would slow every access to it, in the other part too.
+    """
+
+    def __init__(self, manager: KVCacheManager, allocate_slots: Callable[..., KVCacheBlocks | None]) -> None:
+        self._manager, self.allocate_slots = manager, allocate_slots
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
 class _LengthAware(Scheduler):
     """What both schedulers share; stands before vLLM's class in the method resolution order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = SchedulerConfig(**self.vllm_config.additional_config[NAME]["scheduler"])
-        pool = self.kv_cache_manager.block_pool
+        self._manager = self.kv_cache_manager
+        self._admitting = _AdmittingManager(self._manager, self._allocate_if_it_lasts)
+        pool = self._manager.block_pool
         self._usable_blocks = pool.num_gpu_blocks - 1  # one is the null block
         self._reserve_blocks = int(options.reserve_ratio * self._usable_blocks)
         self._horizon = options.horizon_steps
@@ -55,12 +71,12 @@ class _LengthAware(Scheduler):
         self._demand = None
         if self.finished_req_ids or self.current_step >= self._ask_again_step:
             self._refused = None
-        if self.kv_cache_manager.block_pool.get_num_free_blocks() < self._most_blocks_of_a_step():
+        if self._manager.block_pool.get_num_free_blocks() < self._most_blocks_of_a_step():
             self.running = keep_order(self.running, self._stake)
         try:
             output = super().schedule()
         finally:
-            vars(self.kv_cache_manager).pop("allocate_slots", None)
+            self.kv_cache_manager = self._manager
         if output.preempted_req_ids:
             self._refused = None
         return output
@@ -72,7 +88,7 @@ class _LengthAware(Scheduler):
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         # Called for waiting requests only: what is allocated from here on is an admission.
-        self.kv_cache_manager.allocate_slots = self._allocate_if_it_lasts
+        self.kv_cache_manager = self._admitting
         if self._by_priority and self.waiting and self.skipped_waiting:
             waiting, skipped = self.waiting.peek_request(), self.skipped_waiting.peek_request()
             return self.waiting if waiting < skipped else self.skipped_waiting
@@ -82,23 +98,35 @@ class _LengthAware(Scheduler):
         """vLLM's `allocate_slots`, refusing what would be preempted, or have another preempted, within the horizon."""
         if request is self._refused:
             return None
-        pool = self.kv_cache_manager.block_pool
+        pool = self._manager.block_pool
         holding = self._holding_of_new(request, **kwargs)
-        if self._demand is None:
-            self._demand = self._demand_of_running()
         free = pool.get_num_free_blocks()
         # Alone, a request has the whole pool, and vLLM does not start with a pool that is too small for one.
-        if self.running and self._demand.peak_with(holding) > free - self._reserve_blocks:
+        if self.running and not self._lasts(holding, free - self._reserve_blocks):
             # Until blocks are given back that can hardly change: what runs only takes more of them.
             self._refused, self._ask_again_step = request, self.current_step + self.block_size
             return None
-        # The class's own: `self.kv_cache_manager.allocate_slots` is this method at the moment.
-        blocks = KVCacheManager.allocate_slots(self.kv_cache_manager, request, num_new_tokens, **kwargs)
+        blocks = self._manager.allocate_slots(request, num_new_tokens, **kwargs)
         if kwargs.get("num_new_computed_tokens"):
             self._demand = None  # blocks of others may be shared now, and are not given back when those end
-        elif blocks is not None:
+        elif blocks is not None and self._demand is not None:
             self._demand.add(holding._replace(missing=holding.missing - (free - pool.get_num_free_blocks())))
         return blocks
+
+    def _lasts(self, holding: Holding, free: int) -> bool:
+        """Whether so many free blocks are enough for this request and all that run, over the whole horizon."""
+        if self._demand is None:
+            # With blocks in plenty there is no need to look closer: nobody takes more than these.
+            most = (len(self.running) + 1) * -(-self._horizon // self.block_size)
+            if holding.missing + sum(map(self._missing, self._inflight_prefills)) + most <= free:
+                return True
+            self._demand = self._demand_of_running()
+        return self._demand.peak_with(holding) <= free
+
+    def _missing(self, request: Request) -> int:
+        """Blocks of a prompt in progress that are not allocated yet."""
+        held = self._manager.get_blocks(request.request_id).blocks[0]
+        return max(0, -(-request.num_tokens // self.block_size) - len(held))
 
     def _holding_of_new(
         self,
@@ -108,7 +136,7 @@ class _LengthAware(Scheduler):
         num_new_computed_tokens: int = 0,
         **_: Any,
     ) -> Holding:
-        manager = self.kv_cache_manager
+        manager = self._manager
         cached = new_computed_blocks or manager.empty_kv_cache_blocks
         tokens = min(request.num_tokens, self.max_model_len)
         missing = manager.coordinator.get_num_blocks_to_allocate(
@@ -128,25 +156,34 @@ class _LengthAware(Scheduler):
 
     def _demand_of_running(self) -> BlockDemand:
         demand = BlockDemand(self._horizon, self.block_size, self._release_steps)
+        fill, prefills, beyond = [0] * self.block_size, self._inflight_prefills, self._horizon + self._release_steps
         for request in self.running:
-            tokens = max(request.num_tokens + request.num_output_placeholders, request.num_computed_tokens + 1)
-            blocks = -(-tokens // self.block_size)
-            left, missing, returned = self._left(request), 0, 0
-            if request in self._inflight_prefills:
-                missing = blocks - len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-            elif left + self._release_steps <= self._horizon:
-                held = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-                returned = sum(block.ref_cnt == 1 for block in held)
-            demand.add(Holding(tokens, blocks, missing, left, returned))
+            tokens = request.num_tokens + request.num_output_placeholders
+            if tokens <= request.num_computed_tokens:  # its token of this step comes on top
+                tokens = request.num_computed_tokens + 1
+            last = tokens + beyond
+            goes_on = last < request.num_prompt_tokens + request.max_tokens and last < self.max_model_len
+            if goes_on and request not in prefills:
+                fill[tokens % self.block_size] += 1
+            else:
+                demand.add(self._holding_of(request, tokens))
+        demand.add_lasting(fill)
         return demand
+
+    def _holding_of(self, request: Request, tokens: int) -> Holding:
+        """Of a running request whose prompt is in progress, or which may end within the horizon."""
+        held = self._manager.get_blocks(request.request_id).blocks[0]
+        returned = sum(block.ref_cnt == 1 for block in held)
+        missing = self._missing(request) if request in self._inflight_prefills else 0
+        return Holding(tokens, -(-tokens // self.block_size), missing, self._left(request), returned)
 
     def _stake(self, request: Request) -> Stake:
         return Stake(request.priority if self._by_priority else 0, request.num_computed_tokens, request.arrival_time)
 
     def _prefix_hits(self, request: Request) -> int:
-        if not self.kv_cache_manager.enable_caching or request.skip_reading_prefix_cache:
+        if not self._manager.enable_caching or request.skip_reading_prefix_cache:
             return 0
-        found = self.kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         return found[1]
 
 

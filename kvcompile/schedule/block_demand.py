@@ -6,6 +6,7 @@ limit. That it may stop earlier is not counted on, so demand is never underestim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,6 +50,17 @@ class BlockDemand:
         end = left + self.release_steps
         if end <= self.horizon:
             change[end] -= returned + missing + len(crossings)
+
+    def add_lasting(self, fill: Sequence[int]) -> None:
+        """Count requests of which nothing is missing and that go on for longer than the horizon, all in one go.
+
+        fill: how many have so many tokens in their last block, from 0 (it is full) to block_tokens - 1.
+        """
+        for tokens, requests in enumerate(fill):
+            if requests:
+                first = self.block_tokens - tokens + 1 if tokens else 1
+                for step in range(first, self.horizon + 1, self.block_tokens):
+                    self._change[step] += requests
 
     def peak(self) -> int:
         """The most that is needed at any step of the horizon; 0 if it is never more than now."""

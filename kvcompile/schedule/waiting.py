@@ -95,6 +95,7 @@ class _Lane:
         for entry in self.fresh.values():
             if entry.arrival < youngest and entry.key not in taken:
                 entry.passed += 1
+                order.most_passed = max(order.most_passed, entry.passed)
         order.batches += 1
 
     def _densest(self) -> list[_Entry]:
@@ -134,7 +135,7 @@ class WaitingOrder:
     ) -> None:
         self.max_tokens, self.leaf_tokens, self.places, self.blocks = max_tokens, leaf_tokens, places, blocks
         self.max_passed, self.hits = max_passed, hits
-        self.batches = 0
+        self.batches = self.most_passed = 0  # batches formed, and the most that have passed one request over
         self._entries: dict[Hashable, tuple[int, _Entry]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._serial = 0

@@ -43,6 +43,18 @@ def test_the_peak_is_that_of_playing_every_step(seed: int) -> None:
             assert demand.peak() == asked == _played(holdings[: count + 1], horizon, block_tokens, release_steps)
 
 
+@pytest.mark.parametrize("horizon", [1, 15, 16, 17, 32, 100])
+def test_those_that_go_on_beyond_the_horizon_can_be_counted_by_the_fill_of_their_last_block(horizon: int) -> None:
+    rng = random.Random(horizon)
+    lengths = [rng.randrange(1, 500) for _ in range(40)]
+    fill = [sum(tokens % 16 == part for tokens in lengths) for part in range(16)]
+    together, singly = BlockDemand(horizon, 16, 1), BlockDemand(horizon, 16, 1)
+    together.add_lasting(fill)
+    for tokens in lengths:
+        singly.add(Holding(tokens, -(-tokens // 16), missing=0, left=10**6, returned=0))
+    assert together._change == singly._change
+
+
 def test_nobody_needs_nothing() -> None:
     assert BlockDemand(32, 16, 1).peak() == 0
 
