@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from kvcompile.config import UsageError
+from kvcompile.config import UsageError, shown
 from kvcompile.llama import expected
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")  # those that QServe publishes
@@ -31,6 +30,8 @@ ELSEWHERE = "quantise the original model with `kvcompile quantize` instead"
 # The first is computed from config.json; the others scale QServe's own KV cache, which is not vLLM's.
 _DROPPED = re.compile(r".*\.(?:rotary_emb\.inv_freq|kv_scale_quant_orig|kv_scale_orig_quant)")
 _MERGED_INTO = {part: merged for merged, parts in MERGED.items() for part in parts}
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of the number that stands first
 _APART = "the two do not belong together, get the checkpoint again"
 
 Tensors = dict[str, torch.Tensor]
@@ -93,17 +94,51 @@ def _tensors(source: Path) -> Tensors:
             if file.suffix == ".safetensors":
                 part = load_file(file)
             else:
-                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-            raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}); get it again") from error
+                _refuse_other_bin(file)
+                with warnings.catch_warnings(action="ignore"):  # of torch's own, on tensors that are refused below
+                    part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except UsageError:
+            raise
+        except Exception as error:  # whatever goes wrong in there is the file's doing
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UsageError(f"{file} cannot be read ({why}); get it again") from error
         if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
             raise UsageError(f"{file} holds something else than named tensors; give a QServe checkpoint")
+        for name, tensor in part.items():
+            _refuse_odd(file, name, tensor)
         if twice := sorted(tensors.keys() & part.keys()):
             raise UsageError(
                 f"SRC {source}: tensor {twice[0]} is in {file.name} and in another file; remove one of them"
             )
         tensors.update(part)
     return tensors
+
+
+def _refuse_other_bin(file: Path) -> None:
+    """Raise UsageError for a file that is not of torch.save as it is since torch 1.6, of which alone parts are read."""
+    with file.open("rb") as opened:
+        start = opened.read(len(_LEGACY))
+    if start == _LEGACY:
+        raise UsageError(
+            f"{file} is in the format of torch.save before torch 1.6, which cannot be mapped; load it with a current "
+            "torch and torch.save it anew"
+        )
+    if not start.startswith(_ZIP):
+        found = "is not a file of torch.save" if start else "is empty"
+        raise UsageError(f"{file} {found}; get the checkpoint again")
+
+
+def _refuse_odd(file: Path, name: Any, tensor: torch.Tensor) -> None:
+    """Raise UsageError for a tensor that is not named by a text, or has no plain values in the file."""
+    if not isinstance(name, str):
+        raise UsageError(f"{file} has a tensor named {shown(name)}; allowed are texts; give a QServe checkpoint")
+    odd = "on the meta device, without values" if tensor.is_meta else None
+    if tensor.layout != torch.strided or tensor.is_nested:
+        odd = "sparse" if tensor.layout != torch.strided else "nested"
+    if tensor.is_quantized:
+        odd = "of a quantised dtype of torch's own"
+    if odd is not None:
+        raise UsageError(f"{file}: tensor {name} is {odd}; allowed are dense ones; get the checkpoint again")
 
 
 def _refuse_foreign(source: Path, layers: int, tensors: Tensors) -> None:

@@ -240,6 +240,56 @@ def test_a_damaged_file_is_refused(folder, published, tmp_path, capsys):
     assert f"{source / 'pytorch_model.bin'} cannot be read (" in _refused(capsys, source, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty; get the checkpoint again"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a file of torch.save; get the checkpoint again"),
+        (bytes(5000), "is not a file of torch.save; get the checkpoint again"),
+    ],
+)
+def test_a_file_that_is_none_of_torch_is_said_to_be_so(folder, published, tmp_path, capsys, content, said):
+    source = folder(published)
+    (source / "pytorch_model.bin").write_bytes(content)
+    assert _refused(capsys, source, tmp_path / "out") == f"{source / 'pytorch_model.bin'} {said}"
+
+
+def test_a_legacy_file_is_said_to_be_one_with_what_to_do(folder, published, tmp_path, capsys):
+    source = folder(published)
+    torch.save(published, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert _refused(capsys, source, tmp_path / "out") == (
+        f"{source / 'pytorch_model.bin'} is in the format of torch.save before torch 1.6, which cannot be mapped; load "
+        "it with a current torch and torch.save it anew"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "odd"),
+    [
+        (torch.eye(4).to_sparse(), "sparse"),
+        (torch.empty(4, device="meta"), "on the meta device, without values"),
+        (torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "of a quantised dtype of torch's own"),
+    ],
+    ids=["sparse", "meta", "quantised"],
+)
+def test_a_tensor_that_is_not_dense_is_named(folder, published, tmp_path, capsys, recwarn, tensor, odd):
+    source = folder({**published, "model.norm.weight": tensor})
+    recwarn.clear()
+    assert _refused(capsys, source, tmp_path / "out") == (
+        f"{source / 'pytorch_model.bin'}: tensor model.norm.weight is {odd}; allowed are dense ones; get the "
+        "checkpoint again"
+    )
+    assert not recwarn.list  # they would be further lines on standard error
+
+
+@pytest.mark.parametrize(("name", "shown"), [(3, "3"), (("a", 1), "('a', 1)"), (None, "none")])
+def test_a_tensor_whose_name_is_no_text_is_told(folder, published, tmp_path, capsys, name, shown):
+    source = folder({**published, name: torch.ones(4)})
+    assert _refused(capsys, source, tmp_path / "out") == (
+        f"{source / 'pytorch_model.bin'} has a tensor named {shown}; allowed are texts; give a QServe checkpoint"
+    )
+
+
 def test_code_in_a_file_is_not_run(folder, tmp_path, capsys):
     class Trap:
         def __reduce__(self):
