@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcompile.config import UsageError
+from kvcompile.config import UsageError, shown
 from kvcompile.tools.graph_damage import damage
 
 KIND = "kvcompile graph-dump"
@@ -87,10 +87,10 @@ def write(path: Path, content: Document) -> None:
 
 def read(path: Path) -> Document:
     """A document of this version's form. Raises `UsageError` for anything else."""
-    if path.is_dir():
-        path = path / FILE
     again = "give the graphs.json of a kvcompile graph-dump"
     try:
+        if path.is_dir():
+            path = path / FILE
         content = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # half a character, escaped, is JSON and cannot be shown
     except OSError as error:
@@ -99,9 +99,10 @@ def read(path: Path) -> Document:
         raise UsageError(f"{path} is no JSON ({' '.join(str(error).split())}); {again}") from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise UsageError(f"{path} is JSON, but not of a kvcompile graph-dump; {again}")
-    if content.get("schema") != SCHEMA:
+    schema = content.get("schema")
+    if type(schema) is not int or schema != SCHEMA:  # True == 1.0 == 1
         raise UsageError(
-            f"{path} has schema {content.get('schema')!r}; this kvcompile reads {SCHEMA}: dump that model again with it"
+            f"{path} has schema {shown(schema)}; this kvcompile reads {SCHEMA}: dump that model again with it"
         )
     found = damage(content)
     if found is None and totals(content["graphs"]) != content["totals"]:

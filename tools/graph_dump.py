@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return _diff(args)
     if args.model is None:
         raise UsageError("no model is given; give a checkpoint folder or a hub name, or --diff A B")
+    if not args.model:
+        raise UsageError("the model is empty; give a checkpoint folder or a hub name, or --diff A B")
     if args.flags and args.given.index(args.flags[0]) < args.given.index(args.model):
         raise UsageError(f"{args.flags[0]} stands before the model; give MODEL first, then vLLM's flags")
     folder = args.out or Path(DEFAULT_FOLDER)

@@ -137,6 +137,8 @@ def test_every_key_that_a_document_has_may_be_gone_or_of_another_kind_without_a_
         ('{"kind": "\\ud800"}', "is no JSON"),
         ("[1]", "not of a kvcompile graph-dump"),
         ('{"kind": "kvcompile graph-dump", "schema": 99}', "has schema 99; this kvcompile reads 1"),
+        ('{"kind": "kvcompile graph-dump", "schema": true}', "has schema true; this kvcompile reads 1"),
+        ('{"kind": "kvcompile graph-dump", "schema": 1.0}', "has schema 1.0; this kvcompile reads 1"),
         (None, "No such file"),
     ],
 )
@@ -152,6 +154,15 @@ def test_diff_refuses_what_is_no_dump_in_one_line_with_exit_code_2(
     assert err.startswith(f"kvcompile: error: {bad}")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path, content: dict[str, Any], capsys: Any) -> None:
+    good, long = _written(tmp_path, "good.json", content), tmp_path / ("x" * 300)
+    assert cli.main(["graph-dump", "--diff", str(good), str(long)]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"kvcompile: error: {long}: File name too long; give the graphs.json of a kvcompile graph-dump\n",
+    )
 
 
 def test_equal_dumps_are_exit_code_0(tmp_path: Path, content: dict[str, Any], capsys: Any) -> None:

@@ -122,3 +122,12 @@ def test_the_last_line_of_a_log_is_found_without_reading_the_rest(tmp_path: Path
         tracemalloc.stop()
     log.write_bytes(b"")
     assert graph_dump._last_line(log) == ""
+
+
+def test_an_empty_model_is_refused(compiled: Callable[[Any], None], tmp_path: Path, capsys: Any) -> None:
+    compiled(AssertionError("nothing is to be compiled"))
+    assert cli.main(["graph-dump", ""]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "kvcompile: error: the model is empty; give a checkpoint folder or a hub name, or --diff A B\n",
+    )
