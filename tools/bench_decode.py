@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model and not Path(args.model, "config.json").is_file():
         raise UsageError(f"--model {args.model}: no folder with a config.json; give that of a Hugging Face checkpoint")
     model = args.model or str(checkpoint())
+    _refuse_too_long(args, model)
     case = f"decode {args.batch}x{args.prompt_tokens}"
     rows = []
     try:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     args: argparse.Namespace, model: str, case: str, system: str, arguments: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    length = args.prompt_tokens + args.output_tokens + 1
+    length = _length(args)
     # Room for the batch twice over in bf16, so that nothing is ever preempted in either system.
     memory = 2 * args.batch * (length + 256) * _bytes_per_token(model)
     common = ["--max-model-len", str(length), "--max-num-seqs", str(args.batch)]
@@ -75,6 +76,23 @@ def _measure(
         record.row(case, system, "tpot_p50", "ms", [1e3 * s for s in steps]),
         record.row(case, system, "output_throughput", "tokens/s", [args.batch / s for s in steps]),
     ]
+
+
+def _length(args: argparse.Namespace) -> int:
+    """Tokens of a request: the prompt, and what is decoded after the first token."""
+    return args.prompt_tokens + args.output_tokens + 1
+
+
+def _refuse_too_long(args: argparse.Namespace, model: str) -> None:
+    """Raise UsageError for requests beyond the model's length, which vLLM refuses; scaled positions are left to it."""
+    config = json.loads(Path(model, "config.json").read_text())
+    longest = config.get("max_position_embeddings")
+    scaled = config.get("rope_scaling") or "factor" in (config.get("rope_parameters") or {})
+    if isinstance(longest, int) and not scaled and _length(args) > longest:
+        raise UsageError(
+            f"--prompt-tokens {args.prompt_tokens} and --output-tokens {args.output_tokens} are {_length(args)} tokens "
+            f"with the first one; the model holds {longest}; lower one of the two"
+        )
 
 
 def _bytes_per_token(model: str) -> int:

@@ -106,6 +106,30 @@ def test_a_model_that_is_no_checkpoint_is_refused_before_anything_runs(
     assert server.started == []
 
 
+def _positions(model: str, **changes: Any) -> None:
+    file = Path(model, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 20, **changes}))
+
+
+def test_requests_longer_than_the_model_are_refused_before_anything_runs(
+    server: type[_Server], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _positions(model)
+    options = ["--model", model, "--prompt-tokens", "12", "--output-tokens"]
+    assert main(["bench", "decode", *options, "8"]) == 2
+    assert capsys.readouterr().err == (
+        "kvcompile: error: --prompt-tokens 12 and --output-tokens 8 are 21 tokens with the first one; the model holds "
+        "20; lower one of the two\n"
+    )
+    assert server.started == []
+    assert main(["bench", "decode", *options, "7"]) == 0
+
+
+def test_of_scaled_positions_vllm_speaks_itself(server: type[_Server], model: str) -> None:
+    _positions(model, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert main(["bench", "decode", "--model", model, "--prompt-tokens", "30"]) == 0
+
+
 def test_the_cache_holds_the_batch_twice_over_in_bf16(server: type[_Server], model: str) -> None:
     assert (
         main(["bench", "decode", "--model", model, "--batch", "3", "--prompt-tokens", "7", "--output-tokens", "4"]) == 0
