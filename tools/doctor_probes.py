@@ -12,10 +12,9 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvcompile.config import UsageError
+from kvcompile.ops import nvrtc
 from kvcompile.tools import doctor_w4a8
 from kvcompile.tools.doctor_finding import Finding, Gpu
-from kvcompile.tools.smollm2 import default_cache_dir
 
 VLLM_VERSION = "0.23.0"
 TORCH_SERIES = "2.11"
@@ -139,8 +138,8 @@ def compiler(environ: Mapping[str, str]) -> list[Finding]:
 def cache_dir() -> list[Finding]:
     """Whether the cache can be written, and the space that is left there."""
     try:
-        place = default_cache_dir().absolute()
-    except UsageError as error:
+        place = nvrtc.cache_dir().parent.absolute()
+    except RuntimeError as error:  # no HOME, or ~name of a user who does not exist
         return [Finding("Host", "cache", "fail", str(error), "export KVCOMPILE_CACHE_DIR=DIR")]
     existing = next(path for path in (place, *place.parents) if path.exists())
     try:

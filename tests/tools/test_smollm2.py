@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
+from pathlib import Path
 
 import pytest
 
@@ -36,11 +37,15 @@ def test_the_directory_is_named_by_the_file_and_the_converter(monkeypatch, tmp_p
 def test_the_default_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KVCOMPILE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert smollm2.default_cache_dir() == tmp_path / ".cache/kvcompile"
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", "")
     assert smollm2.default_cache_dir() == tmp_path / ".cache/kvcompile"
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", "~/elsewhere")
     assert smollm2.default_cache_dir() == tmp_path / "elsewhere"
+    monkeypatch.delenv("KVCOMPILE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert smollm2.default_cache_dir() == Path("/somewhere/kvcompile")
 
 
 def test_a_home_that_does_not_exist_is_told(monkeypatch):
