@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvcompile.config import UsageError
+from kvcompile.config import UsageError, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -29,7 +29,8 @@ def expected(config: Mapping[str, Any], where: str) -> Iterator[Expected]:
     """Every tensor of the checkpoint with this config.json, in the order of the model: embeddings, layers, head.
 
     A generator: a number of layers that is out of all proportion costs nothing. `where` names the configuration in the
-    UsageError that is raised for a size that is not a positive whole number.
+    UsageError that is raised for a size that is not a positive whole number, and for a flag that is neither true nor
+    false.
     """
     architecture = (config.get("architectures") or [None])[0]
     hidden, wide, layers, heads, vocabulary = (
@@ -50,6 +51,7 @@ def expected(config: Mapping[str, Any], where: str) -> Iterator[Expected]:
         "mlp.down_proj": (hidden, wide),
     }
     biased = _biased(config, architecture)
+    tied = _flag(config, "tie_word_embeddings", where)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if architecture == "Qwen3ForCausalLM":
         norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
@@ -63,7 +65,7 @@ def expected(config: Mapping[str, Any], where: str) -> Iterator[Expected]:
         for norm, width in norms.items():
             yield Expected(f"{layer}.{norm}.weight", (width,), None)
     yield Expected("model.norm.weight", (hidden,), None)
-    if not config.get("tie_word_embeddings"):
+    if not tied:
         yield Expected("lm_head.weight", (vocabulary, hidden), None)
 
 
@@ -82,6 +84,14 @@ def _biased(config: Mapping[str, Any], architecture: str | None) -> set[str]:
     if architecture != "Qwen3ForCausalLM" and config.get("mlp_bias"):
         biased |= {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     return biased
+
+
+def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
+    """The flag under `key`; absent or null is false."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(f"{where}: {key} is {shown(value)}; allowed are true and false; correct it")
+    return bool(value)
 
 
 def _size(

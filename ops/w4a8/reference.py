@@ -59,10 +59,14 @@ def is_legal_group(in_features: int, group_size: int) -> bool:
 
 
 def legal_group(in_features: int, wanted: int) -> int:
-    """The largest legal group of at most `wanted` channels, or all K in one group if there is none.
+    """The largest legal group of at most `wanted` channels (1 or more), or all K in one group if there is none.
 
     Raises ValueError if K is not a multiple of 16, which no group makes right.
     """
+    _refuse_no_count("in_features", in_features)
+    _refuse_no_count("wanted", wanted)
+    if wanted < 1:
+        raise ValueError(f"wanted is {wanted}; allowed is a whole number from 1")
     if in_features <= 0 or in_features % CHANNEL_STEP:
         raise ValueError(f"in_features is {in_features}; allowed are positive multiples of {CHANNEL_STEP}")
     for group in range(min(wanted, in_features) // GROUP_STEP * GROUP_STEP, 0, -GROUP_STEP):
@@ -82,6 +86,11 @@ def check_group(in_features: int, group_size: int) -> None:
         )
 
 
+def _refuse_no_count(name: str, value: object) -> None:
+    if type(value) is not int:  # True and 64.0 would pass for whole numbers
+        raise ValueError(f"{name} is {value!r}; allowed is a whole number from 1")
+
+
 def quantize(weight: torch.Tensor, group_size: int) -> W4A8Weight:
     """Round `weight`, [N, K] of any float dtype and finite, to the nearest W4A8 weight. The argument is left alone.
 
@@ -89,6 +98,7 @@ def quantize(weight: torch.Tensor, group_size: int) -> W4A8Weight:
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}; allowed is a float matrix [N, K]")
+    _refuse_no_count("group_size", group_size)
     check_group(weight.shape[1], group_size)
     wide = weight.float()
     top = wide.abs().amax(dim=1)

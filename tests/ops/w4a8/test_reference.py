@@ -161,3 +161,17 @@ def test_a_malformed_weight_is_refused(change: dict[str, torch.Tensor], message:
     check_weight(good)
     with pytest.raises(ValueError, match=message):
         check_weight(good._replace(**change))
+
+
+@pytest.mark.parametrize("wanted", [0, -1, -64, 64.0, "64", True, None])
+def test_a_group_of_at_most_nothing_is_refused(wanted) -> None:
+    with pytest.raises(ValueError) as caught:
+        legal_group(128, wanted)
+    assert str(caught.value) == f"wanted is {wanted!r}; allowed is a whole number from 1"
+
+
+@pytest.mark.parametrize("group", [64.0, "64", True, None, [64]])
+def test_a_group_that_is_no_whole_number_is_refused(group) -> None:
+    with pytest.raises(ValueError) as caught:
+        quantize(torch.ones(2, 128), group)
+    assert str(caught.value) == f"group_size is {group!r}; allowed is a whole number from 1"
