@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 import subprocess
@@ -60,7 +61,9 @@ def test_a_signal_ends_the_server_that_a_command_has_started(number: signal.Sign
         cli.command()
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # Under nohup, or behind a shell's &, whoever runs the tests ignores some of these signals, and its children do too.
+    heard = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         group = int(process.stdout.readline())
         time.sleep(0.2)
         process.send_signal(number)
