@@ -10,6 +10,7 @@ from kvcompile.config import UsageError, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+_FLAGS = ("tie_word_embeddings", "attention_bias", "bias", "qkv_bias", "mlp_bias")
 # transformers' defaults for a config.json without num_key_value_heads or head_dim; elsewhere they follow from the rest.
 _KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
 _HEAD_DIM = {"Qwen3ForCausalLM": 128}
@@ -50,8 +51,9 @@ def expected(config: Mapping[str, Any], where: str) -> Iterator[Expected]:
         "mlp.up_proj": (wide, hidden),
         "mlp.down_proj": (hidden, wide),
     }
+    for key in _FLAGS:
+        _refuse_no_flag(config, key, where)
     biased = _biased(config, architecture)
-    tied = _flag(config, "tie_word_embeddings", where)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if architecture == "Qwen3ForCausalLM":
         norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
@@ -65,7 +67,7 @@ def expected(config: Mapping[str, Any], where: str) -> Iterator[Expected]:
         for norm, width in norms.items():
             yield Expected(f"{layer}.{norm}.weight", (width,), None)
     yield Expected("model.norm.weight", (hidden,), None)
-    if not tied:
+    if not config.get("tie_word_embeddings"):
         yield Expected("lm_head.weight", (vocabulary, hidden), None)
 
 
@@ -86,12 +88,11 @@ def _biased(config: Mapping[str, Any], architecture: str | None) -> set[str]:
     return biased
 
 
-def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
-    """The flag under `key`; absent or null is false."""
+def _refuse_no_flag(config: Mapping[str, Any], key: str, where: str) -> None:
+    """Raise UsageError unless `key` is true, false, null or absent: the text "false" would be taken for true."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise UsageError(f"{where}: {key} is {shown(value)}; allowed are true and false; correct it")
-    return bool(value)
 
 
 def _size(

@@ -110,17 +110,11 @@ def test_a_size_that_is_no_positive_whole_number_is_refused_by_its_key(key, valu
 
 
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, []])
-def test_a_flag_that_is_neither_true_nor_false_is_refused(value):
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "bias", "qkv_bias", "mlp_bias"])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(key, value):
     with pytest.raises(UsageError) as caught:
-        _shapes(tie_word_embeddings=value)
-    assert str(caught.value) == (
-        f"config.json: tie_word_embeddings is {value!r}; allowed are true and false; correct it"
-    )
-
-
-@pytest.mark.parametrize(("value", "has_head"), [(True, False), (False, True), (None, True)])
-def test_tied_embeddings_serve_as_the_head(value, has_head):
-    assert ("lm_head.weight" in _shapes(tie_word_embeddings=value)) is has_head
+        _shapes(**{key: value})
+    assert str(caught.value) == (f"config.json: {key} is {value!r}; allowed are true and false; correct it")
 
 
 def test_a_missing_size_is_refused():
