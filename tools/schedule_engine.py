@@ -1,0 +1,97 @@
+"""Hold the simulation to a real engine: the same small mix, scheduled synchronously, must make the same steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvcompile.config import UsageError
+from kvcompile.schedule.trace import H200_LLAMA_8B, Arrival
+from kvcompile.tools import record
+
+# Blocks for a third of what the requests grow to, so that vLLM's own scheduler preempts.
+BLOCKS = 70
+FIELDS = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+_SYSTEMS = {"vllm-fcfs": None, "kvcompile": {"kv8": {"enabled": False}}}
+_CHILD = """
+import json, sys
+from kvcompile.tools import schedule_engine
+print(json.dumps(schedule_engine.served(*sys.argv[1:])))
+"""
+
+
+def small_mix() -> list[Arrival]:
+    """24 requests that arrive at once; the engine serves each to its limit, which is therefore what it produces."""
+    rng = random.Random(0)
+    lengths = [(rng.randint(8, 120), rng.randint(16, 100)) for _ in range(24)]
+    return [Arrival(0.0, prompt, output, output) for prompt, output in lengths]
+
+
+def check(model: str) -> tuple[list[dict[str, Any]], bool]:
+    """Rows of both systems, simulated and real, and whether the simulation made the engine's steps, with a table.
+
+    model: folder of a checkpoint; without weights there, they are made up.
+    """
+    if not Path(model, "config.json").is_file():
+        raise UsageError(f"--engine {model}: no folder with a config.json; give that of a Hugging Face checkpoint")
+    table = Table(title="24 requests, 70 blocks, synchronous: simulated and real engine", title_justify="left")
+    for heading in ("system", "preempted", "steps", "tokens like stock's"):
+        table.add_column(heading)
+    rows, agrees, tokens = [], True, {}
+    for system in _SYSTEMS:
+        real, simulated = _in_a_process(model, system), simulate(system)
+        tokens[system] = real["tokens"]
+        same = tokens[system] == tokens["vllm-fcfs"]
+        agrees &= same and all(real[name] == simulated[name] for name in simulated)
+        for where, found in (("simulated", simulated), ("engine", real)):
+            for metric, unit in (("preemptions", "requests"), ("steps", "steps")):
+                rows.append(record.row(f"24 at once, {where}", system, metric, unit, [found[metric]]))
+        pairs = (f"{simulated[name]} simulated, {real[name]} real" for name in ("preemptions", "steps"))
+        table.add_row(system, *pairs, "yes" if same else "NO")
+    record.console().print(table)
+    return rows, agrees
+
+
+def simulate(system: str) -> dict[str, int]:
+    """Preemptions and steps of the mix with a simulated worker."""
+    from kvcompile.integrations.vllm.replay_systems import replay
+
+    outcome = replay(system, small_mix(), BLOCKS, H200_LLAMA_8B, asynchronous=False, **FIELDS)
+    # The last call of schedule() finds nothing left to do and only says who is finished.
+    return {"preemptions": outcome.preemptions, "steps": len(outcome.blocks_used) - outcome.empty_steps}
+
+
+def served(model: str, system: str) -> dict[str, Any]:
+    """The same of a real engine in this process, and the output tokens of each request."""
+    from kvcompile.integrations.vllm.replay_engine import run_engine
+
+    has_weights = any(Path(model).glob("*.safetensors"))
+    run = run_engine(
+        model,
+        small_mix(),
+        options=_SYSTEMS[system],
+        load_format="auto" if has_weights else "dummy",
+        num_gpu_blocks_override=BLOCKS,
+        kv_cache_memory_bytes=256 << 20,
+        block_size=16,
+        **FIELDS,
+    )
+    return {"preemptions": run.preemptions, "steps": len(run.steps), "tokens": run.tokens}
+
+
+def _in_a_process(model: str, system: str) -> dict[str, Any]:
+    """An engine leaves a process that no second one can be started in."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", _CHILD, model, system]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UsageError(f"--engine {model}: the engine failed: {last}; look at it with `vllm serve {model}`")
+    return json.loads(done.stdout.strip().splitlines()[-1])
