@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from kvcompile.schedule.length_tree import LengthRange, LengthTree
 
-_LOOKED_UP = 4  # candidates per place of a batch whose prefix-cache hits are looked up
-
 
 @dataclass
 class _Entry:
@@ -103,9 +101,10 @@ class _Lane:
         order = self.order
         fitting = order.blocks * len(self.fresh) // max(1, self.blocks)
         members = sorted(self._members(self.tree.densest(max(1, min(order.places, fitting)))), key=_by_arrival)
-        # Looking up hits takes longer than all the rest. Many more than fit a batch need not be looked up for one.
-        looked_up, rest = members[: _LOOKED_UP * order.places], members[_LOOKED_UP * order.places :]
-        return sorted(looked_up, key=lambda entry: (-order.hits(entry.key), entry.arrival)) + rest
+        # Twice a batch's places are enough: of its members, no more than that many can be overdue and in it already.
+        # Looking up hits takes longer than all the rest.
+        candidates = members[: 2 * order.places]
+        return sorted(candidates, key=lambda entry: (-order.hits(entry.key), entry.arrival))
 
     def _members(self, found: LengthRange) -> list[_Entry]:
         first, end = self.tree.range_of(found.low), self.tree.range_of(found.high)

@@ -83,7 +83,7 @@ def test_hits_are_looked_up_for_few_more_than_fit_a_batch() -> None:
     for i in range(100):
         _add(order, i, 300, float(i))
     assert order.first() == 0
-    assert sorted(asked) == list(range(12))
+    assert sorted(asked) == list(range(6))
 
 
 def test_who_was_preempted_goes_first_by_arrival() -> None:
