@@ -17,32 +17,13 @@ from safetensors.torch import save_file
 from kvcompile import llama
 from kvcompile.ops import act_quant
 from tests.compiled_engine import Compiled, Engine, apart, run_compiled
+from tests.gpu.llama_8b import EPSILON, HIDDEN, INTERMEDIATE, llama_8b
 from tests.passes.graphs import assert_one_step, random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 LAYERS, FEWER = 2, 1
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
-EPSILON = 1e-5
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": EPSILON,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CONFIG = llama_8b(LAYERS)
 OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}}
 SPLITS: dict[str, dict[str, Any]] = {"piecewise": {}, "partition": {"use_inductor_graph_partition": True}}
 # Inductor rounds where the graph rounds. By itself it leaves that out within what it joins, so that the unfused model

@@ -12,11 +12,12 @@ import torch
 from kvcompile.ops import w4a8
 from kvcompile.tools.bench_w4a8_systems import Unavailable, load_cutlass
 from tests.engine import run_python
+from tests.gpu.llama_8b import HIDDEN, INTERMEDIATE, VOCABULARY, llama_8b
 from tests.ops.w4a8.weights import make_activations, make_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, GROUP = 4096, 14336, 32000, 6, 128
+LAYERS, GROUP = 6, 128
 LINEARS = ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
 KV_CACHE_BYTES = 64 << 20
 # cuBLAS's workspace, rotary tables, the sampler's and the runner's buffers; a second copy of the weights is 640 MiB.
@@ -47,25 +48,7 @@ LOAD = """
 
 
 def test_a_loaded_model_takes_what_its_4_bit_weights_need(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(llama_8b(LAYERS)))
     said = run_python(LOAD, tmp_path, str(KV_CACHE_BYTES))
     # Codes, a scale and a zero of each group, a scale of each channel.
     linears = LAYERS * sum(n * k // 2 + n * (k // GROUP) * 2 + n * 4 for n, k in LINEARS)

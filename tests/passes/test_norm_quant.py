@@ -14,16 +14,10 @@ from vllm.ir.ops import fused_add_rms_norm, rms_norm
 
 from kvcompile.config import KVCompileConfig, resolve, to_dict
 from kvcompile.ops.act_quant import quant_per_token as quant
-from kvcompile.passes.nodes import operator_name
 from kvcompile.passes.norm_quant import NormQuant
 from kvcompile.passes.pipeline import PassError, PassPipeline, PassResult
-from tests.passes.graphs import DTYPES, assert_one_step, assert_sound, operators, random, trace
-
-
-def _inputs(tokens: int, channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, residual and weight."""
-    x, residual = (random(tokens, channels, dtype=dtype, seed=seed) for seed in (1, 2))
-    return x, residual, 1 + random(channels, dtype=dtype, seed=3) / 4
+from tests.passes.graphs import DTYPES, assert_one_step, assert_sound, operators, trace
+from tests.passes.norm_graphs import R, W, X, fused, norm_inputs, untouched
 
 
 def _norm(epsilon: float = 1e-5, **further):
@@ -44,38 +38,32 @@ FORMS = {
 }
 
 
-def _fused(module: torch.fx.GraphModule) -> PassResult:
-    result = NormQuant()(module.graph)
-    module.recompile()
-    return result
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("channels", "epsilon"), [(64, 1e-5), (100, 1e-6), (576, 9.999999747378752e-06), (64, 0.25)])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_norm_and_its_quantiser_become_one_operator_that_computes_the_same(form, channels, epsilon, dtype):
     function, before, after = FORMS[form]
-    module = trace(function(epsilon), *_inputs(5, channels, dtype))
+    module = trace(function(epsilon), *norm_inputs(5, channels, dtype))
     assert operators(module) == before
     unfused = copy.deepcopy(module)
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
+    assert fused(module) == PassResult("norm_quant", 1, 1)
     assert operators(module) == after
     for tokens in (1, 2, 300):
-        inputs = _inputs(tokens, channels, dtype)
+        inputs = norm_inputs(tokens, channels, dtype)
         ours, theirs = module(*inputs), unfused(*inputs)
         assert_one_step(ours, theirs)
         # The same steps in the same order, all of them torch's: on a CPU not a bit moves, in the residual neither.
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert_sound(module, *_inputs(3, channels, dtype))
+    assert_sound(module, *norm_inputs(3, channels, dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_epsilon_and_weight_are_those_of_the_graph(form):
     function = FORMS[form][0]
-    inputs = _inputs(4, 64, torch.float32)
+    inputs = norm_inputs(4, 64, torch.float32)
     small, large = (trace(function(epsilon), *inputs) for epsilon in (1e-5, 3.0))
     for module in (small, large):
-        _fused(module)
+        fused(module)
     # 1 / sqrt(variance + epsilon), by hand.
     total = inputs[0] + (inputs[1] if form == "fused_add_rms_norm" else 0)
     for module, epsilon in ((small, 1e-5), (large, 3.0)):
@@ -86,8 +74,8 @@ def test_epsilon_and_weight_are_those_of_the_graph(form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_graphs_for_a_gpu_are_fused_too(form, dtype):
-    module = trace(FORMS[form][0](), *_inputs(5, 64, dtype), device="cuda")
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
+    module = trace(FORMS[form][0](), *norm_inputs(5, 64, dtype), device="cuda")
+    assert fused(module) == PassResult("norm_quant", 1, 1)
     assert operators(module) == FORMS[form][2]
     results = [node.meta["val"] for node in module.graph.output_node().args[0]]
     assert [r.dtype for r in results] == [torch.int8, torch.float32, dtype][: len(results)]
@@ -96,10 +84,10 @@ def test_graphs_for_a_gpu_are_fused_too(form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_running_the_pass_again_changes_nothing(form):
-    module = trace(FORMS[form][0](), *_inputs(5, 64, torch.bfloat16))
-    _fused(module)
+    module = trace(FORMS[form][0](), *norm_inputs(5, 64, torch.bfloat16))
+    fused(module)
     before = str(module.graph)
-    assert _fused(module) == PassResult("norm_quant", 0, 0)
+    assert fused(module) == PassResult("norm_quant", 0, 0)
     assert str(module.graph) == before
 
 
@@ -111,11 +99,11 @@ def test_all_norms_of_a_chain_are_fused_and_the_residual_goes_through_all_of_the
             y, residual = fused_add_rms_norm((x_q * x_scale[:, None]).to(x.dtype), residual, weight, 1e-5)
         return y, residual
 
-    inputs = _inputs(6, 64, torch.bfloat16)
+    inputs = norm_inputs(6, 64, torch.bfloat16)
     module = trace(function, *inputs)
     unfused = copy.deepcopy(module)
     # The last one has no quantiser behind it and stays.
-    assert _fused(module) == PassResult("norm_quant", 4, 4)
+    assert fused(module) == PassResult("norm_quant", 4, 4)
     names = operators(module)
     assert [names.count(n) for n in ("rms_norm_quant", "fused_add_rms_norm_quant", "fused_add_rms_norm")] == [1, 3, 1]
     assert "quant_per_token" not in names
@@ -124,10 +112,10 @@ def test_all_norms_of_a_chain_are_fused_and_the_residual_goes_through_all_of_the
 
 
 def test_a_residual_that_nobody_reads_is_left_out():
-    module = trace(lambda x, r, w: quant(fused_add_rms_norm(x, r, w, 1e-5)[0]), *_inputs(5, 64, torch.bfloat16))
-    assert _fused(module).matched == 1
+    module = trace(lambda x, r, w: quant(fused_add_rms_norm(x, r, w, 1e-5)[0]), *norm_inputs(5, 64, torch.bfloat16))
+    assert fused(module).matched == 1
     assert sum(node.target is operator.getitem for node in module.graph.nodes) == 2
-    assert_sound(module, *_inputs(3, 64, torch.bfloat16))
+    assert_sound(module, *norm_inputs(3, 64, torch.bfloat16))
 
 
 def test_a_quantiser_of_the_residual_stays_and_reads_the_new_one():
@@ -135,12 +123,12 @@ def test_a_quantiser_of_the_residual_stays_and_reads_the_new_one():
         y, new_residual = fused_add_rms_norm(x, residual, weight, 1e-5)
         return *quant(y), *quant(new_residual)
 
-    inputs = _inputs(6, 64, torch.bfloat16)
+    inputs = norm_inputs(6, 64, torch.bfloat16)
     module = trace(function, *inputs)
     unfused = copy.deepcopy(module)
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
+    assert fused(module) == PassResult("norm_quant", 1, 1)
     assert operators(module) == ["fused_add_rms_norm_quant", "quant_per_token"]
-    assert _fused(module) == PassResult("norm_quant", 0, 0)
+    assert fused(module) == PassResult("norm_quant", 0, 0)
     assert all(torch.equal(a, b) for a, b in zip(module(*inputs), unfused(*inputs), strict=True))
     assert_sound(module, *inputs)
 
@@ -154,10 +142,10 @@ def test_several_quantisers_share_one_operator(form):
             y, *more = fused_add_rms_norm(x, residual, weight, 1e-5)
         return *quant(y), *quant(y.view(-1, 4, 16).reshape(-1, 64)), *quant(y.clone()), *more
 
-    inputs = _inputs(6, 64, torch.bfloat16)
+    inputs = norm_inputs(6, 64, torch.bfloat16)
     module = trace(function, *inputs)
     unfused = copy.deepcopy(module)
-    assert _fused(module) == PassResult("norm_quant", 3, 3)
+    assert fused(module) == PassResult("norm_quant", 3, 3)
     assert operators(module) == FORMS[form][2]
     assert all(torch.equal(a, b) for a, b in zip(module(*inputs), unfused(*inputs), strict=True))
     assert_sound(module, *inputs)
@@ -168,10 +156,10 @@ def test_views_that_keep_the_rows_may_lie_between():
         y, new_residual = fused_add_rms_norm(x, residual, weight, 1e-5)
         return *quant(y.view(-1, 4, 16).clone().reshape(-1, 64)), new_residual
 
-    inputs = _inputs(6, 64, torch.bfloat16)
+    inputs = norm_inputs(6, 64, torch.bfloat16)
     module = trace(function, *inputs)
     unfused = copy.deepcopy(module)
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
+    assert fused(module) == PassResult("norm_quant", 1, 1)
     assert operators(module) == ["fused_add_rms_norm_quant"]
     assert all(torch.equal(a, b) for a, b in zip(module(*inputs), unfused(*inputs), strict=True))
 
@@ -185,12 +173,12 @@ def test_rows_in_three_dimensions_are_flattened_for_the_operator_and_the_residua
         return *quant(y.reshape(-1, 64)), new_residual
 
     def inputs(batch: int):
-        x, residual, weight = _inputs(batch * 5, 64, torch.bfloat16)
+        x, residual, weight = norm_inputs(batch * 5, 64, torch.bfloat16)
         return x.view(batch, 5, 64), residual.view(batch, 5, 64), weight
 
     module = trace(function, *inputs(3))
     unfused = copy.deepcopy(module)
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
+    assert fused(module) == PassResult("norm_quant", 1, 1)
     assert FORMS[form][2][0] in operators(module) and "quant_per_token" not in operators(module)
     for batch in (1, 7):
         pairs = zip(module(*inputs(batch)), unfused(*inputs(batch)), strict=True)
@@ -198,21 +186,12 @@ def test_rows_in_three_dimensions_are_flattened_for_the_operator_and_the_residua
     assert_sound(module, *inputs(2))
 
 
-def _untouched(function, *inputs) -> PassResult:
-    """The result of a pass that must leave the graph of `function` as it is."""
-    module = trace(function, *inputs)
-    before = str(module.graph)
-    result = NormQuant()(module.graph)
-    assert str(module.graph) == before
-    return result
-
-
 def test_a_norm_that_is_read_otherwise_too_stays_and_is_no_candidate():
     def function(x, residual, weight):
         y, new_residual = fused_add_rms_norm(x, residual, weight, 1e-5)
         return *quant(y), y.view(-1, 4, 16) * 2, new_residual
 
-    assert _untouched(function, *_inputs(5, 64, torch.bfloat16)) == PassResult(
+    assert untouched(function, *norm_inputs(5, 64, torch.bfloat16)) == PassResult(
         "norm_quant", 0, 0, ("quant_per_token: what it quantises is read by others too",)
     )
 
@@ -227,12 +206,11 @@ def test_a_norm_that_vllm_has_fused_with_its_all_reduce_stays_and_is_no_candidat
         library.define("fused_allreduce_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()")
         library.impl("fused_allreduce_norm", lambda out, input, weight, epsilon: None, "Meta")
         kernel = torch.ops.of_a_test.fused_allreduce_norm.default
-        result = _untouched(lambda x, r, w: quant(_kernel(kernel, x, w)[1]), X, R, W)
+        result = untouched(lambda x, r, w: quant(_kernel(kernel, x, w)[1]), X, R, W)
     assert (result.matched, result.candidates) == (0, 0)
     assert result.refused == ("quant_per_token: of_a_test::fused_allreduce_norm: fused with the all-reduce before it",)
 
 
-X, R, W = _inputs(5, 64, torch.bfloat16)
 MISFITS = {
     "part of the channels": (_norm(variance_size=32), (X, R, W), "variance_size is 32"),
     "part of the channels, added": (_add_norm(variance_size=32), (X, R, W), "variance_size is 32"),
@@ -277,9 +255,9 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(("function", "inputs", "why"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_a_candidate_left_alone_with_a_reason(function, inputs, why):
-    result = _untouched(function, *inputs)
+@pytest.mark.parametrize(("function", "given", "why"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_is_a_candidate_left_alone_with_a_reason(function, given, why):
+    result = untouched(function, *given)
     assert (result.matched, result.candidates) == (0, 1)
     assert len(result.refused) == 1 and why in result.refused[0]
     assert result.refused[0].startswith("quant_per_token: ")
@@ -300,53 +278,7 @@ NO_CANDIDATES = {
 
 @pytest.mark.parametrize("function", NO_CANDIDATES.values(), ids=NO_CANDIDATES)
 def test_a_quantiser_behind_anything_else_is_no_candidate(function):
-    assert _untouched(function, X, R, W) == PassResult("norm_quant", 0, 0)
-
-
-def _reduced_out_of_place(x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.vllm.all_reduce(x, "tp:0")  # as on a GPU
-
-
-def _reduced_in_place(x: torch.Tensor) -> torch.Tensor:
-    return auto_functionalized(torch.ops._C.shm_allreduce.default, handle=0, data=x)[1]  # as on a CPU
-
-
-def _is_sum(node: torch.fx.Node) -> bool:
-    """Whether `node` is what an all-reduce gives."""
-    if node.target is auto_functionalized:
-        return False
-    source = node.args[0] if node.target is operator.getitem else node
-    return operator_name(source) in ("vllm::all_reduce", "_C::shm_allreduce")
-
-
-def _summed(node: torch.fx.Node) -> torch.fx.Node:
-    """What the all-reduce behind `node` was given."""
-    source = node.args[0] if node.target is operator.getitem else node
-    return source.kwargs["data"] if source.target is auto_functionalized else source.args[0]
-
-
-@pytest.mark.parametrize("reduce", [_reduced_out_of_place, _reduced_in_place])
-def test_a_norm_stays_behind_the_all_reduce_in_front_of_it(reduce):
-    # What o_proj gives on one rank is summed over the ranks, and only then added to the residual and normalised.
-    def function(x, residual, weight):
-        y, new_residual = fused_add_rms_norm(reduce(x * 2), residual, weight, 1e-5)
-        return *quant(y), reduce(weight * new_residual)
-
-    module = trace(function, X, R, W)
-    assert _fused(module) == PassResult("norm_quant", 1, 1)
-    module.graph.lint()
-    before, after = (n for n in module.graph.nodes if _is_sum(n))
-    fused = next(n for n in module.graph.nodes if n.target is torch.ops.kvcompile.fused_add_rms_norm_quant.default)
-    assert fused.args[0] is before
-    # What is summed are the doubled x of each rank, and of the new residual what the fused operator gives.
-    assert _summed(before).target is torch.ops.aten.mul.Tensor and _summed(before).args[1] == 2
-    assert any(n.target is operator.getitem and n.args == (fused, 2) for n in _summed(after).all_input_nodes)
-
-
-@pytest.mark.parametrize("reduce", [_reduced_out_of_place, _reduced_in_place])
-def test_a_quantiser_of_what_is_reduced_after_the_norm_is_no_candidate(reduce):
-    result = _untouched(lambda x, r, w: quant(reduce(rms_norm(x, w, 1e-5))), X, R, W)
-    assert (result.matched, result.candidates) == (0, 0)
+    assert untouched(function, X, R, W) == PassResult("norm_quant", 0, 0)
 
 
 def test_one_site_that_does_not_fit_does_not_keep_others_from_being_fused():
@@ -354,7 +286,7 @@ def test_one_site_that_does_not_fit_does_not_keep_others_from_being_fused():
         return *quant(rms_norm(x, weight, 1e-5)), *quant(rms_norm(residual, weight, 1e-5, 32))
 
     module = trace(function, X, R, W)
-    assert _fused(module) == PassResult("norm_quant", 1, 2, ("quant_per_token_1: variance_size is 32",))
+    assert fused(module) == PassResult("norm_quant", 1, 2, ("quant_per_token_1: variance_size is 32",))
     assert operators(module) == ["rms_norm_quant", "rms_norm", "quant_per_token"]
 
 
