@@ -59,7 +59,7 @@ def record(
     return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": _gpu(),
+        "gpu": gpu(),
         "cpu": _cpu(),
         "versions": versions(*more_packages),
         "command": command,
@@ -90,7 +90,7 @@ def versions(*more_packages: str) -> dict[str, str | None]:
     return {package: _version(package) for package in (*_PACKAGES, *more_packages)}
 
 
-def _gpu() -> str | None:
+def gpu() -> str | None:
     """The GPU that vLLM would use: none with its CPU build, whatever torch can see."""
     if "cpu" in (_version("vllm") or "") or not torch.cuda.is_available():
         return None

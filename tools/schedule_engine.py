@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,12 @@ from rich.table import Table
 
 from kvcompile.config import UsageError
 from kvcompile.schedule.trace import H200_LLAMA_8B, Arrival
-from kvcompile.tools import record
+from kvcompile.tools import engine_process, record
 
 # Blocks for a third of what the requests grow to, so that vLLM's own scheduler preempts.
 BLOCKS = 70
 FIELDS = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256}
-_SYSTEMS = {"vllm-fcfs": None, "kvcompile": {"kv8": {"enabled": False}}}
-_CHILD = """
-import json, sys
-from kvcompile.tools import schedule_engine
-print(json.dumps(schedule_engine.served(*sys.argv[1:])))
-"""
+SYSTEMS = {"vllm-fcfs": None, "kvcompile": {"kv8": {"enabled": False}}}
 
 
 def small_mix() -> list[Arrival]:
@@ -45,8 +38,8 @@ def check(model: str) -> tuple[list[dict[str, Any]], bool]:
     for heading in ("system", "preempted", "steps", "tokens like stock's"):
         table.add_column(heading)
     rows, agrees, tokens = [], True, {}
-    for system in _SYSTEMS:
-        real, simulated = _in_a_process(model, system), simulate(system)
+    for system in SYSTEMS:
+        real, simulated = engine_process.call(served, model, system), simulate(system)
         tokens[system] = real["tokens"]
         same = tokens[system] == tokens["vllm-fcfs"]
         agrees &= same and all(real[name] == simulated[name] for name in simulated)
@@ -70,28 +63,28 @@ def simulate(system: str) -> dict[str, int]:
 
 def served(model: str, system: str) -> dict[str, Any]:
     """The same of a real engine in this process, and the output tokens of each request."""
-    from kvcompile.integrations.vllm.replay_engine import run_engine
+    fields: dict[str, Any] = engine_process.model_arguments(model)
+    if record.gpu():
+        # Other batches round otherwise, so tokens are compared in full precision: Triton's attention takes it, and by
+        # itself multiplies with 10 bits of it.
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+        fields |= {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
+    if fields["load_format"] == "dummy":
+        # What is scheduled does not depend on the depth, and made-up weights are worth no waiting.
+        layers = json.loads(Path(model, "config.json").read_text()).get("num_hidden_layers", 2)
+        fields["hf_overrides"] = {"num_hidden_layers": min(2, layers)}
+    from kvcompile.integrations.vllm.replay_engine import Engine
 
-    has_weights = any(Path(model).glob("*.safetensors"))
-    run = run_engine(
+    engine = Engine(
         model,
-        small_mix(),
-        options=_SYSTEMS[system],
-        load_format="auto" if has_weights else "dummy",
+        options=SYSTEMS[system],
         num_gpu_blocks_override=BLOCKS,
         kv_cache_memory_bytes=256 << 20,
-        block_size=16,
+        async_scheduling=False,
+        enforce_eager=True,
         **FIELDS,
+        **fields,
     )
-    return {"preemptions": run.preemptions, "steps": len(run.steps), "tokens": run.tokens}
-
-
-def _in_a_process(model: str, system: str) -> dict[str, Any]:
-    """An engine leaves a process that no second one can be started in."""
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", _CHILD, model, system]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UsageError(f"--engine {model}: the engine failed: {last}; look at it with `vllm serve {model}`")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    run = engine.serve(small_mix())
+    engine.shutdown()
+    return {"preemptions": run.outcome.preemptions, "steps": len(run.timed), "tokens": run.tokens}

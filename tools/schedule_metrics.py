@@ -1,11 +1,13 @@
-"""What a replay is summed up to: preemptions, work done twice, throughput, waits."""
+"""What serving a trace is summed up to: preemptions, work done twice, throughput, waits."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rich.table import Table
 
 from kvcompile.tools import record
 
@@ -30,7 +32,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measures(outcome: Any) -> dict[str, float]:
-    """Metric -> value of one replay that has ended; times are those of the simulated clock."""
+    """Metric -> value of one trace that has been served."""
     waits = [life.first_token_s - life.arrival.time_s for life in outcome.lives if life.first_token_s is not None]
     gaps = [(life.end_s - life.first_token_s) / (life.tokens - 1) for life in outcome.lives if life.tokens > 1]
     begins = [0.0, *(time_s for time_s, _ in outcome.blocks_used)]
@@ -50,7 +52,20 @@ def measures(outcome: Any) -> dict[str, float]:
     }
 
 
-def rows_of(case: str, system: str, outcomes: Sequence[Any]) -> list[dict[str, Any]]:
-    """One row per metric, over the runs of a case."""
-    each = [measures(outcome) for outcome in outcomes]
+def rows_of(case: str, system: str, each: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """One row per metric, over the `measures` of each run of a case."""
     return [record.row(case, system, metric, unit, [m[metric] for m in each]) for metric, unit, _, _ in METRICS]
+
+
+def show(title: str, case: str, systems: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of the rows of this case: a line per metric, a column per system."""
+    table = Table(title=f"{title}: median (min to max)", title_justify="left")
+    table.add_column("")
+    for system in systems:
+        table.add_column(system, justify="right")
+    by = {(row["metric"], row["system"]): row for row in rows if row["case"] == case}
+    for metric, unit, heading, digits in METRICS:
+        found = (by[metric, system] for system in systems)
+        spread = (f"{r['median']:,.{digits}f} ({r['min']:,.{digits}f} to {r['max']:,.{digits}f})" for r in found)
+        table.add_row(f"{heading}, {unit}", *spread)
+    record.console().print(table)

@@ -34,12 +34,12 @@ class Mix:
         ]
 
 
-def _lognormal(rng: random.Random, median: float, sigma: float, low: int, high: int) -> int:
+def lognormal(rng: random.Random, median: float, sigma: float, low: int, high: int) -> int:
     return int(min(high, max(low, rng.lognormvariate(math.log(median), sigma))))
 
 
 def _output(rng: random.Random, median: float, sigma: float = 0.6) -> int:
-    return _lognormal(rng, median, sigma, 8, LIMIT_TOKENS)
+    return lognormal(rng, median, sigma, 8, LIMIT_TOKENS)
 
 
 def _at_once(rng: random.Random, requests: int) -> Iterator[tuple[float, int, int, int, int]]:
@@ -51,7 +51,7 @@ def _overload(rng: random.Random, requests: int) -> Iterator[tuple[float, int, i
     now = 0.0
     for _ in range(requests):
         now += rng.expovariate(14)
-        yield now, _lognormal(rng, 900, 1.0, 32, 12000), _output(rng, 400, 0.7), 0, 0
+        yield now, lognormal(rng, 900, 1.0, 32, 12000), _output(rng, 400, 0.7), 0, 0
 
 
 def _waves(rng: random.Random, requests: int) -> Iterator[tuple[float, int, int, int, int]]:
@@ -79,7 +79,7 @@ def _calm(rng: random.Random, requests: int) -> Iterator[tuple[float, int, int, 
     now = 0.0
     for _ in range(requests):
         now += rng.expovariate(4)
-        yield now, _lognormal(rng, 600, 0.7, 32, 4000), _output(rng, 200), 0, 0
+        yield now, lognormal(rng, 600, 0.7, 32, 4000), _output(rng, 200), 0, 0
 
 
 MIXES = {

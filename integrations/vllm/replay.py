@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcompile.integrations.vllm.replay_outcome import Outcome
 from kvcompile.integrations.vllm.schedule_queue import LengthQueue
 from kvcompile.presets import NAME
-from kvcompile.schedule.trace import Arrival, Step, StepTime
+from kvcompile.schedule.trace import Arrival, StepTime
 
 BLOCK_TOKENS = 16
 _STOP, _OTHER, _FIRST_PROMPT_TOKEN, _VOCABULARY = 1, 2, 3, 32000
@@ -111,38 +112,6 @@ def make_scheduler(config: VllmConfig, blocks: int, make: Callable[..., Schedule
         )
 
 
-@dataclass
-class Life:
-    """What became of one request; times in seconds of the simulated clock."""
-
-    arrival: Arrival
-    first_token_s: float | None = None
-    end_s: float | None = None
-    tokens: int = 0
-    started_step: int | None = None
-    preemptions: int = 0
-    aborted: bool = False
-    computed_once: int = 0  # positions that have been computed at least once
-
-
-@dataclass
-class Outcome:
-    """The result of a replay."""
-
-    lives: list[Life]
-    steps: int = 0
-    seconds: float = 0.0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    empty_steps: int = 0  # calls of schedule() that scheduled nothing
-    most_passed: int = 0  # batches that passed the same request over
-    usable_blocks: int = 0
-    schedule_s: list[float] = field(default_factory=list)  # processor time of each call of schedule()
-    blocks_used: list[tuple[float, int]] = field(default_factory=list)  # (simulated time, blocks in use)
-    admitted: list[tuple[int, int]] = field(default_factory=list)  # (step, index of the request)
-    preempted: list[tuple[int, int]] = field(default_factory=list)
-
-
 class Replay:
     """Drives one scheduler. `after_step(replay)` is called after every update, for checks.
 
@@ -171,7 +140,7 @@ class Replay:
 
     def run(self, trace: Sequence[Arrival]) -> Outcome:
         """Replay the whole trace, which is in the order of arrival."""
-        self.outcome = Outcome([Life(arrival) for arrival in trace])
+        self.outcome = Outcome.of(trace)
         coming = deque(enumerate(trace))
         while coming or self.in_flight or self.scheduler.has_requests():
             if not self.in_flight and not self.scheduler.has_unfinished_requests() and coming:
@@ -209,26 +178,8 @@ class Replay:
         begin = time.thread_time()
         output = self.scheduler.schedule()
         outcome.schedule_s.append(time.thread_time() - begin)
-        outcome.steps += 1
-        outcome.empty_steps += not output.total_num_scheduled_tokens
-        for name in output.preempted_req_ids or ():
-            outcome.preemptions += 1
-            outcome.preempted.append((outcome.steps, int(name)))
-            outcome.lives[int(name)].preemptions += 1
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
-        for name in [*(new.req_id for new in output.scheduled_new_reqs), *resumed]:
-            outcome.admitted.append((outcome.steps, int(name)))
-            life = outcome.lives[int(name)]
-            life.started_step = life.started_step or outcome.steps
-        samples = []
-        for name, count in output.num_scheduled_tokens.items():
-            request = requests[name]
-            life, end = outcome.lives[int(name)], request.num_computed_tokens
-            outcome.recomputed_tokens += max(0, min(life.computed_once, end) - (end - count))
-            life.computed_once = max(life.computed_once, end)
-            if not request.is_prefill_chunk:
-                samples.append(name)
-        seconds = self.step_time.seconds(Step.of(output.num_scheduled_tokens, requests))
+        seconds = self.step_time.seconds(outcome.scheduled(output, requests))
+        samples = [name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk]
         self.in_flight.append(_InFlight(output, frozenset(samples), seconds))
 
     def _finish(self, step: _InFlight) -> None:
@@ -249,17 +200,12 @@ class Replay:
         for outputs in scheduler.update_from_output(step.output, result).values():
             for output in outputs.outputs:
                 self._note(int(output.request_id), len(output.new_token_ids), output.finish_reason is not None)
-        pool = scheduler.kv_cache_manager.block_pool
-        outcome.blocks_used.append((self.clock_s, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()))
+        outcome.updated(self.clock_s, scheduler.kv_cache_manager.block_pool)
 
     def _note(self, index: int, tokens: int, ended: bool) -> None:
         life = self.outcome.lives[index]
-        life.tokens += tokens
-        if tokens and life.first_token_s is None:
-            life.first_token_s = self.clock_s
-        if ended:
-            life.end_s = self.clock_s
-        elif self.aborts.get(index, life.tokens + 1) <= life.tokens:
+        life.received(tokens, self.clock_s, ended=ended)
+        if not ended and self.aborts.get(index, life.tokens + 1) <= life.tokens:
             self.abort([index])
 
     def abort(self, indices: Iterable[int]) -> None:

@@ -11,7 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvcompile.config import SchedulerConfig
-from kvcompile.integrations.vllm.replay import Outcome, Replay, make_scheduler, replay_config
+from kvcompile.integrations.vllm.replay import Replay, make_scheduler, replay_config
+from kvcompile.integrations.vllm.replay_outcome import Outcome
 from kvcompile.integrations.vllm.scheduler import make_scheduler as length_aware
 from kvcompile.schedule.trace import Arrival, StepTime
 from kvcompile.schedule.victims import Stake, keep_order

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvcompile.cli import main
-from kvcompile.schedule.trace import Arrival, StepTime
-from kvcompile.tools import bench_schedule, bench_schedule_plot, schedule_engine, schedule_overhead
+from kvcompile.schedule.trace import Arrival
+from kvcompile.tools import bench_schedule_plot, engine_process, record, schedule_engine, schedule_overhead
 from kvcompile.tools.schedule_metrics import METRICS, measures, percentile
 
 ALIKE = "arrival_s,prompt_tokens,output_tokens\n" + "0,100,60\n" * 40
@@ -102,10 +102,6 @@ def test_a_step_time_that_is_none_is_refused(given: str, capsys: pytest.CaptureF
     assert said in capsys.readouterr().err
 
 
-def test_the_step_time_is_in_the_units_that_the_help_says() -> None:
-    assert bench_schedule._step_time("2,3,4,5") == StepTime(2e-3, 3e-6, 4e-6, pytest.approx(5e-9))
-
-
 def test_a_request_that_the_pool_cannot_hold_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "schedule", "--trace", trace, "--blocks", "10"]) == 2
     said = "a request of 160 tokens needs 10 blocks, the pool has 9 (one is vLLM's own); give more --blocks"
@@ -136,10 +132,13 @@ def test_an_engine_that_schedules_otherwise_gives_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(record, "gpu", lambda: None)
     real = {system: {**schedule_engine.simulate(system), "tokens": [[1]]} for system in ("vllm-fcfs", "kvcompile")}
-    monkeypatch.setattr(schedule_engine, "_in_a_process", lambda model, system: real[system])
+    monkeypatch.setattr(engine_process, "call", lambda function, model, system: real[system])
     options = ["bench", "schedule", "--mix", "calm", "--requests", "3", "--runs", "1", "--engine", str(tmp_path)]
     assert main(options) == 0
+    said = "Measuring engines that schedule asynchronously needs a GPU: on a CPU vLLM schedules synchronously."
+    assert said in capsys.readouterr().out
     real["kvcompile"] = {**real["kvcompile"], "preemptions": 77}
     assert main(options) == 1
     assert "0 simulated, 77 real" in capsys.readouterr().out
