@@ -7,6 +7,6 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     from kvcompile.integrations.vllm.attention_cpu import KV8CPUBackend as KV8AttentionBackend
 else:
-    from kvcompile.integrations.vllm.attention_cuda import KV8TritonBackend as KV8AttentionBackend
+    from kvcompile.integrations.vllm.attention_cuda import KV8CUDABackend as KV8AttentionBackend
 
 __all__ = ["KV8AttentionBackend"]

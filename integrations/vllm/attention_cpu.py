@@ -7,19 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.config.cache import CacheDType
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
-from kvcompile.ops.kv8 import HEAD_SIZES, kv8_attention, kv8_store, kv_cache_shape, plan_attention
+from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase
+from kvcompile.ops.kv8 import kv8_attention, kv8_store, plan_attention
 
 
 @dataclass(frozen=True)
@@ -61,35 +53,8 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
         )
 
 
-class KV8Impl(AttentionImpl[KV8Metadata]):
+class KV8Impl(KV8ImplBase[KV8Metadata]):
     """Store the step's K and V as int8, then attend over the int8 cache."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-    ) -> None:
-        unsupported = {
-            "alibi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            "a logit soft cap": bool(logits_soft_cap),
-            f"attention type {attn_type}": attn_type != AttentionType.DECODER,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype != KV8_CACHE_DTYPE,
-        }
-        if found := [what for what, given in unsupported.items() if given]:
-            raise ValueError(f"the KV8 backend does not support {', '.join(found)}")
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale = float(scale)
-        self.kv_cache_dtype = kv_cache_dtype
 
     def forward(
         self,
@@ -114,15 +79,10 @@ class KV8Impl(AttentionImpl[KV8Metadata]):
         return output
 
 
-class KV8CPUBackend(AttentionBackend):
-    """int8 data and one fp32 scale per token and KV head; the same layout as on a GPU."""
+class KV8CPUBackend(KV8BackendBase):
+    """KV8 on a CPU, in fp32 too."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [KV8_CACHE_DTYPE]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[KV8Impl]:
@@ -131,23 +91,3 @@ class KV8CPUBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[KV8MetadataBuilder]:
         return KV8MetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        if cache_dtype_str != KV8_CACHE_DTYPE:
-            raise ValueError(f"the KV8 backend needs KV cache dtype {KV8_CACHE_DTYPE}, got {cache_dtype_str}")
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
-
-    @staticmethod
-    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        return False

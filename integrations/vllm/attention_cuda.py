@@ -1,31 +1,149 @@
-"""KV8 attention on a GPU: vLLM's own Triton int8 kernels, held to the layout that all of kvcompile shares."""
+"""KV8 attention on a GPU: vLLM's backend contract around kv8_store, kv8_decode and, for prompts, flash attention."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from vllm.config.cache import CacheDType
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.config import VllmConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
-from kvcompile.ops.kv8 import HEAD_SIZES
+from kvcompile.integrations.vllm import attention_prefill
+from kvcompile.integrations.vllm.attention_prefill import Prompts
+from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase
+from kvcompile.ops.kv8 import cuda, kv8_decode, kv8_store
+
+OLDEST = DeviceCapability(8, 0)
 
 
-class KV8TritonBackend(TritonAttentionBackend):
-    """int8 data and one fp32 scale per token and KV head, (blocks, 2, block size, KV heads, head size + 4), NHD."""
+@dataclass(frozen=True)
+class KV8Metadata:
+    """One step's batch, shared by all layers: `decodes` rows of one token, then those of `prompts`.
+
+    `slot_mapping` int64 [num_tokens], negative where nothing is stored. `seq_lens` int32 and `block_table` int32
+    [decodes, columns] are the runner's persistent buffers and `plan` (see plan.cu) the builder's, so that a CUDA graph
+    finds the next step's contents in them.
+    """
+
+    num_tokens: int
+    slot_mapping: torch.Tensor
+    decodes: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    plan: list[torch.Tensor]
+    prompts: Prompts | None
+
+
+class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
+    """Divides a step's rows into decodes and prompts, and plans either once for all layers."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1  # rows of one token come first
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model = vllm_config.model_config
+        self.block_size = kv_cache_spec.block_size
+        heads, kv_heads = model.get_num_attention_heads(vllm_config.parallel_config), kv_cache_spec.num_kv_heads
+        head_size = kv_cache_spec.head_size
+        cuda.prepare(device, head_size, kv_heads, heads // kv_heads, model.dtype, self.block_size)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self.offsets = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.first_page = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.workspace_tokens = attention_prefill.workspace_tokens(kv_heads, head_size)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KV8Metadata:
+        common = common_attn_metadata
+        decodes, prompts, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        seq_lens, block_table = common.seq_lens[:decodes], common.block_table_tensor[:decodes]
+        plan = [self.offsets, self.first_page]
+        if decodes:
+            cuda.plan_into(block_table, seq_lens, self.block_size, *plan)
+        return KV8Metadata(
+            num_tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping,
+            decodes=decodes,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            plan=plan,
+            prompts=attention_prefill.plan(common, decodes, self.block_size, self.workspace_tokens)
+            if prompts
+            else None,
+        )
+
+
+class KV8Impl(KV8ImplBase[KV8Metadata]):
+    """Store the step's K and V as int8; rows of one token attend over the cache, prompts also to their own K and V."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.flash = attention_prefill.Flash(self.head_size)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KV8Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [T, H, d], key and value [T, G, d], kv_cache int8 (blocks, 2, block size, G, d + 4); fills output."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError("the KV8 backend does not quantise its output")
+        if attn_metadata is None:  # vLLM's profile run: there is no cache yet, and memory that is used later is counted
+            attention_prefill.workspace(key)
+            return output.zero_()
+        m = attn_metadata
+        kv8_store(key, value, kv_cache, m.slot_mapping)
+        if n := m.decodes:
+            kv8_decode(query[:n], kv_cache, m.block_table, m.seq_lens, output[:n], self.scale, m.plan)
+        if m.prompts is not None:
+            new = slice(n, m.num_tokens)
+            attention_prefill.attend(
+                query[new], key[new], value[new], kv_cache, m.prompts, output[new], self.scale, self.flash
+            )
+        return output
+
+
+class KV8CUDABackend(KV8BackendBase):
+    """KV8 on a GPU of compute capability 8.0 or later."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [KV8_CACHE_DTYPE]
 
     @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+    def get_impl_cls() -> type[KV8Impl]:
+        return KV8Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[KV8MetadataBuilder]:
+        return KV8MetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        if include_num_layers_dimension:
+            raise NotImplementedError("the KV8 cache is laid out layer by layer")
+        return (0, 1, 2, 3, 4)
 
     @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size in HEAD_SIZES
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability >= OLDEST
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -34,18 +152,3 @@ class KV8TritonBackend(TritonAttentionBackend):
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        if include_num_layers_dimension:
-            # One storage for all layers would make every layer's scale views alias those of the first.
-            raise NotImplementedError("the KV8 cache is laid out layer by layer")
-        return (0, 1, 2, 3, 4)

@@ -66,7 +66,7 @@ def unreachable(config: VllmConfig) -> str | None:
 
 def _kv8(config: VllmConfig) -> tuple[str, str | None]:
     size, itemsize = config.model_config.get_head_size(), config.model_config.dtype.itemsize
-    kernels = "torch CPU operators" if current_platform.is_cpu() else "vLLM's Triton int8 kernels"
+    kernels = "torch CPU operators" if current_platform.is_cpu() else "CUDA kernels"
     return f"{2 * (size + 4)} instead of {2 * size * itemsize} bytes per token and KV head, {kernels}", None
 
 

@@ -2,5 +2,15 @@
 
 from kvcompile.ops.kv8.layout import HEAD_SIZES, kv_cache_shape
 from kvcompile.ops.kv8.op import kv8_attention, kv8_store, plan_attention
+from kvcompile.ops.kv8.op_decode import kv8_decode, kv8_dequantise, plan_decode
 
-__all__ = ["HEAD_SIZES", "kv8_attention", "kv8_store", "kv_cache_shape", "plan_attention"]
+__all__ = [
+    "HEAD_SIZES",
+    "kv8_attention",
+    "kv8_decode",
+    "kv8_dequantise",
+    "kv8_store",
+    "kv_cache_shape",
+    "plan_attention",
+    "plan_decode",
+]

@@ -54,11 +54,17 @@ def check_attention(
     output: torch.Tensor,
 ) -> None:
     """Raise ValueError unless the tensors fit each other; the message names the argument, given and allowed."""
+    _check_query(op, query, kv_cache, block_table, output)
+    check_batch(op, block_table, seq_lens, query_start_loc)
+
+
+def _check_query(
+    op: str, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, output: torch.Tensor
+) -> None:
     _check_heads(op, "query", query)
     _check_cache(op, kv_cache, query, "query")
     if query.shape[1] % kv_cache.shape[3]:
         fail(op, "query", f"{query.shape[1]} heads", f"a multiple of the {kv_cache.shape[3]} KV heads of kv_cache")
-    check_batch(op, block_table, seq_lens, query_start_loc)
     if block_table.device != query.device:
         fail(op, "block_table", block_table.device, f"the device of query: {query.device}")
     _check_heads(op, "output", output)
@@ -66,17 +72,68 @@ def check_attention(
         fail(op, "output", _tensor(output), f"what query has: {_tensor(query)}")
 
 
-def check_batch(op: str, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-    """The part of `check_attention` about the tensors that describe the batch and are shared by all layers."""
+def check_decode(
+    op: str,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """As `check_attention`, for one query token a row."""
+    _check_query(op, query, kv_cache, block_table, output)
+    check_rows(op, block_table, seq_lens)
+    if query.shape[0] != seq_lens.shape[0]:
+        fail(op, "query", f"{query.shape[0]} tokens", f"one for each of the {seq_lens.shape[0]} rows of block_table")
+
+
+def check_dequantise(
+    op: str,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    begins: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the tensors fit each other; the message names the argument, given and allowed."""
+    for name, x in (("keys", keys), ("values", values)):
+        _check_heads(op, name, x)
+        if not x.is_contiguous():
+            fail(op, name, f"strides {x.stride()}", "a contiguous tensor")
+    if values.shape != keys.shape or values.dtype != keys.dtype or values.device != keys.device:
+        fail(op, "values", _tensor(values), f"what keys has: {_tensor(keys)}")
+    _check_cache(op, kv_cache, keys, "keys")
+    if kv_cache.shape[3] != keys.shape[1]:
+        fail(op, "keys", f"{keys.shape[1]} heads", f"the {kv_cache.shape[3]} KV heads of kv_cache")
+    if block_table.device != keys.device:
+        fail(op, "block_table", block_table.device, f"the device of keys: {keys.device}")
+    check_rows(op, block_table, begins, "begins")
+    _check_bounds(op, "starts", starts, block_table)
+
+
+def check_rows(op: str, block_table: torch.Tensor, seq_lens: torch.Tensor, name: str = "seq_lens") -> None:
+    """Raise ValueError unless there is a table, and one int32 a row of it in the tensor called `name`."""
     if block_table.dim() != 2 or block_table.dtype != torch.int32:
         fail(op, "block_table", _tensor(block_table), "int32 [requests, blocks]")
+    if block_table.shape[1] and block_table.stride(1) != 1:
+        fail(op, "block_table", f"strides {block_table.stride()}", "stride 1 in the last dimension")
+    _check_vector(op, name, seq_lens, torch.int32, block_table)
+    if seq_lens.shape[0] != block_table.shape[0]:
+        fail(op, name, f"{seq_lens.shape[0]} requests", f"the {block_table.shape[0]} rows of block_table")
+
+
+def check_batch(op: str, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+    """The part of `check_attention` about the tensors that describe the batch and are shared by all layers."""
+    check_rows(op, block_table, seq_lens)
+    _check_bounds(op, "query_start_loc", query_start_loc, block_table)
+
+
+def _check_bounds(op: str, name: str, bounds: torch.Tensor, block_table: torch.Tensor) -> None:
+    _check_vector(op, name, bounds, torch.int32, block_table)
     rows = block_table.shape[0]
-    _check_vector(op, "seq_lens", seq_lens, torch.int32, block_table)
-    if seq_lens.shape[0] != rows:
-        fail(op, "seq_lens", f"{seq_lens.shape[0]} requests", f"the {rows} rows of block_table")
-    _check_vector(op, "query_start_loc", query_start_loc, torch.int32, block_table)
-    if query_start_loc.shape[0] != rows + 1:
-        fail(op, "query_start_loc", f"{query_start_loc.shape[0]} entries", f"one more than requests: {rows + 1}")
+    if bounds.shape[0] != rows + 1:
+        fail(op, name, f"{bounds.shape[0]} entries", f"one more than requests: {rows + 1}")
 
 
 def check_one_device(op: str, **tensors: torch.Tensor) -> None:

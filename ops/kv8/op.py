@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcompile.ops.kv8 import cpu, layout
+from kvcompile.ops.kv8 import cpu, cuda, layout
 from kvcompile.ops.library import register
 
 
@@ -23,6 +23,8 @@ def kv8_store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, sl
     Per token and head, in fp32: scale = max(max|x| / 127, 1e-20), data = round-half-even(x / scale). Zeros stay zero. A
     vector that holds a NaN or an infinity gets a scale that is not finite and zero data: it reads as NaN, which reaches
     the outputs that attend to it and no other slot.
+
+    On CUDA: bf16 or fp16, heads of 4 elements aligned, and slots are not checked.
 
     Raises ValueError naming the argument that does not fit, or a slot past the end of the cache.
     """
@@ -59,6 +61,9 @@ def kv8_attention(
     Decode computes in fp32. Prefill runs torch's flash attention: for bf16 queries on K and V dequantised in fp32 and
     rounded to bf16, otherwise in fp32. Memory beyond inputs and output is bounded, whatever the lengths.
 
+    On a CPU alone: on CUDA rows of one token go to `kv8_decode`, and prompts attend to their own keys and values before
+    these are quantised (integrations/vllm/attention_prefill.py).
+
     Raises ValueError naming the argument that does not fit.
     """
     torch.ops.kvcompile.kv8_attention(query, kv_cache, block_table, seq_lens, query_start_loc, output, scale, plan)
@@ -89,6 +94,11 @@ def plan_attention(
 def _store_cpu(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     layout.check_store("kv8_store", key, value, kv_cache, slot_mapping)
     cpu.store(key, value, kv_cache, slot_mapping)
+
+
+def _store_cuda(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    layout.check_store("kv8_store", key, value, kv_cache, slot_mapping)
+    cuda.store(key, value, kv_cache, slot_mapping)
 
 
 def _store_fake(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -143,6 +153,7 @@ register(
     "kv8_store(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
     fake=_store_fake,
     CPU=_store_cpu,
+    CUDA=_store_cuda,
 )
 register(
     "kv8_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "

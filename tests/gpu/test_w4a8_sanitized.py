@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.gpu.sanitizer import TOOLS, assert_nothing_to_say, needs_sanitizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
 from kvcompile.ops.w4a8 import cuda, rebuild, w4a8_linear
@@ -35,15 +29,7 @@ print("done")
 """
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@needs_sanitizer
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_sanitizer_has_nothing_to_say(tool: str) -> None:
-    # A kernel's parameters are read from the driver until it has no more, which memcheck would report; other errors of
-    # the driver raise.
-    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command = ["compute-sanitizer", "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "-c", SCRIPT]
-    # Caching would hide a read past the end of a tensor in the same cached block.
-    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
-    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
-    assert re.search(r"\b0 (errors|hazards)\b", done.stdout)
+    assert_nothing_to_say(tool, SCRIPT)

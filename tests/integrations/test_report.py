@@ -150,7 +150,7 @@ def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
     config = build()
     monkeypatch.setattr(report, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     said = report.startup_line(config, {})
-    assert "kv8 (136 instead of 256 bytes per token and KV head, vLLM's Triton int8 kernels)" in said
+    assert "kv8 (136 instead of 256 bytes per token and KV head, CUDA kernels)" in said
 
 
 def test_a_note_wins_over_the_state(build):
