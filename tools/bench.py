@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from kvcompile.tools import bench_act_quant, bench_decode, bench_schedule, bench_w4a8
+from kvcompile.tools import bench_act_quant, bench_attention, bench_decode, bench_schedule, bench_serve, bench_w4a8
 
-_BENCHMARKS = {"decode": bench_decode, "w4a8": bench_w4a8, "act_quant": bench_act_quant, "schedule": bench_schedule}
+_BENCHMARKS = {
+    "decode": bench_decode,
+    "attention": bench_attention,
+    "w4a8": bench_w4a8,
+    "act_quant": bench_act_quant,
+    "schedule": bench_schedule,
+    "serve": bench_serve,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
