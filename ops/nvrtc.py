@@ -186,6 +186,11 @@ def _warn_once(directory: Path | str, error: Exception) -> None:
         )
 
 
+def require() -> None:
+    """Raise CompilerMissing if nothing can be compiled here, without compiling anything."""
+    _version()
+
+
 def _nvrtc() -> Any:
     """The cuda-python module, once the library behind it has answered."""
     try:

@@ -155,6 +155,7 @@ class Triton:
     """vLLM's `int8_per_token_head` kernels over the same cache as ours."""
 
     def __init__(self, query: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        _need_cuda(query.device)
         try:
             from vllm.v1.attention.ops.triton_unified_attention import unified_attention
             from vllm.v1.kv_cache_interface import KVQuantMode
@@ -265,9 +266,13 @@ def _attention_prefill(device: torch.device) -> Any:
     return attention_prefill
 
 
-def _need_extension(device: torch.device) -> None:
+def _need_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable("it needs a CUDA device")
+
+
+def _need_extension(device: torch.device) -> None:
+    _need_cuda(device)
     for name in ("vllm._C", "vllm.vllm_flash_attn"):
         try:
             importlib.import_module(name)

@@ -74,7 +74,8 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
             cuda.plan_into(block_table, seq_lens, self.block_size, *plan)
         return KV8Metadata(
             num_tokens=common.num_actual_tokens,
-            slot_mapping=common.slot_mapping,
+            # Longer than there are tokens, where a batch is padded.
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
             decodes=decodes,
             seq_lens=seq_lens,
             block_table=block_table,

@@ -26,6 +26,7 @@ from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.integrations.vllm.request import request_of
 from kvcompile.llama import ARCHITECTURES
+from kvcompile.ops import nvrtc
 from kvcompile.ops.kv8 import HEAD_SIZES
 
 # What vLLM merges in each of them.
@@ -112,6 +113,16 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
                 f"{flag} does not work with the int8 KV cache of kvcompile; remove it, or keep vLLM's KV cache with "
                 "-cc.kvcompile.kv8.enabled=false"
             )
+
+
+def refuse_kv8_without_compiler() -> None:
+    """On a GPU the cache has kernels of its own, and what they need to be compiled has to be installed."""
+    if current_platform.is_cpu():
+        return
+    try:
+        nvrtc.require()
+    except nvrtc.CompilerMissing as error:
+        raise UsageError(f"{error}; or keep vLLM's KV cache with -cc.kvcompile.kv8.enabled=false") from error
 
 
 def refuse_malformed_description(args: EngineArgs) -> None:

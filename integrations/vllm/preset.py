@@ -177,6 +177,7 @@ def _check_model_first(args: EngineArgs, *, with_kv8: bool, with_linear: bool) -
         if with_kv8:
             # Not earlier: a checkpoint may have brought a speculative configuration of its own.
             checks.refuse_unsupported_with_kv8(args)
+            checks.refuse_kv8_without_compiler()
         checks.refuse_unservable_linears(args, model, with_linear=with_linear)
         return model
 

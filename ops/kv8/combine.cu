@@ -17,13 +17,14 @@ using T = numeric::Fp16;
 #endif
 
 constexpr int WARPS = 8, VECTORS = (D + 127) / 128;  // of 4 channels, for a lane
+constexpr int AHEAD = 8 / VECTORS;  // pieces whose loads are under way together
 static_assert(D % 4 == 0, "");
 
 __device__ __forceinline__ void add(float4& sum, const float4& x, float factor) {
     sum.x += x.x * factor, sum.y += x.y * factor, sum.z += x.z * factor, sum.w += x.w * factor;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     kv8_combine(const int* __restrict__ offsets, int rows, int blocks, const float* __restrict__ partial,
                 const float* __restrict__ partial_stats, unsigned short* __restrict__ out, int heads, int shares) {
     __shared__ float4 sums[WARPS][VECTORS * 32];
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             most = fmaxf(most, partial_stats[(static_cast<long long>(place(p)) * heads + head) * 2]);
         #pragma unroll
         for (int apart = 1; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-        #pragma unroll 8
+        #pragma unroll AHEAD
         for (int p = first + share; p <= last; p += shares) {
             const long long at = static_cast<long long>(place(p)) * heads + head;
             const float2 stats = *reinterpret_cast<const float2*>(partial_stats + at * 2);
