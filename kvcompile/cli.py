@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kvcompile.arguments import Parser
+
 COMMANDS = {
     "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
     "bench": "measure stock vLLM and kvcompile in one run, and write a benchmark record",
@@ -50,9 +52,9 @@ def _end(number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _parser(named: str | None) -> argparse.ArgumentParser:
+def _parser(named: str | None) -> Parser:
     """The parser, with the arguments of subcommand `named` alone: the others are listed but not imported."""
-    parser = argparse.ArgumentParser(prog="kvcompile", description="Long-context serving on stock vLLM.")
+    parser = Parser(prog="kvcompile", description="Long-context serving on stock vLLM.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():

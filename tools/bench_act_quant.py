@@ -1,4 +1,4 @@
-"""`kvcompile bench act_quant`: the operators that quantise activations, beside a copy of as many bytes and vLLM's own.
+"""`kvcompile bench act-quant`: the operators that quantise activations, beside a copy of as many bytes and vLLM's own.
 
 `vllm-bf16` is the norm or activation function alone, which leaves bf16: what the fused operator takes the place of. Few
 tokens are found in the L2 cache, where the layer before left them; thousands of them are not.

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvcompile.arguments import Parser
 from kvcompile.config import UsageError
 from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_report, graph_summary, graph_text
 
@@ -32,7 +33,7 @@ DEFAULT_FOLDER = "kvcompile-graphs"
 _TAIL_BYTES = 4096
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Ours; what is left over goes to vLLM as it is."""
     parser.description = "Show what the FX passes do to the graphs of a model, or compare two such dumps."
     parser.usage = (
@@ -52,10 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="compare two dumps (folders, or their graphs.json): exit code 0 if equal, 1 if not",
     )
-    parse_known_args = parser.parse_known_args
 
     def with_flags(args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
-        namespace, flags = parse_known_args(args, namespace)
+        namespace, flags = parser.parse_with_rest(args, namespace)
         namespace.flags = flags
         namespace.given = list(args or [])
         return namespace, []

@@ -1,4 +1,4 @@
-"""`kvcompile bench act_quant` without a GPU: options, checks and record, with the CPU operators and a fake clock."""
+"""`kvcompile bench act-quant` without a GPU: options, checks and record, with the CPU operators and a fake clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcompile.cli import main
 from kvcompile.tools import bench_act_quant, bench_cuda
 from kvcompile.tools.bench_w4a8_systems import Unavailable
 
-ARGUMENTS = ["bench", "act_quant", "--hidden", "64", "--intermediate", "128", "--tokens", "3", "40", "--runs", "3"]
+ARGUMENTS = ["bench", "act-quant", "--hidden", "64", "--intermediate", "128", "--tokens", "3", "40", "--runs", "3"]
 
 
 class Pass:
@@ -90,7 +90,7 @@ def test_a_wrong_option_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "act_quant", *options]) == 2
+    assert main(["bench", "act-quant", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -1,6 +1,6 @@
 """The `kvcompile` command line: exit codes, what is imported, and where messages go."""
 
-import argparse
+import re
 import subprocess
 import sys
 import types
@@ -9,6 +9,7 @@ from importlib.metadata import version
 import pytest
 
 from kvcompile import cli
+from kvcompile.arguments import Parser
 from kvcompile.config import UsageError
 
 
@@ -76,21 +77,89 @@ def test_help_is_exit_code_0_on_standard_output(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "line"),
     [
-        (["smolm2"], "invalid choice: 'smolm2'"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["smollm2", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["smollm2", "--count", "x"], "invalid int value: 'x'"),
-        (["smollm2", "--cou", "1"], "unrecognized arguments: --cou"),
+        (["--nonsense"], "kvcompile: error: unrecognized arguments: --nonsense; see kvcompile --help"),
+        (["--nonsense", "smollm2"], "kvcompile: error: unrecognized arguments: --nonsense; see kvcompile --help"),
+        (
+            ["smollm2", "--nonsense"],
+            "kvcompile smollm2: error: unrecognized arguments: --nonsense; see kvcompile smollm2 --help",
+        ),
+        (
+            ["smollm2", "two\nlines"],
+            "kvcompile smollm2: error: unrecognized arguments: two lines; see kvcompile smollm2 --help",
+        ),
+        (
+            ["smollm2", "--count", "x"],
+            "kvcompile smollm2: error: argument --count: invalid int value: 'x'; allowed is a whole number; "
+            "see kvcompile smollm2 --help",
+        ),
+        (
+            ["smollm2", "--count"],
+            "kvcompile smollm2: error: argument --count: expected one argument; see kvcompile smollm2 --help",
+        ),
+        (
+            ["smollm2", "--cou", "1"],
+            "kvcompile smollm2: error: unrecognized arguments: --cou 1; see kvcompile smollm2 --help",
+        ),
+        (
+            ["quantize", "S"],
+            "kvcompile quantize: error: the following arguments are required: OUT; see kvcompile quantize --help",
+        ),
+        (
+            ["quantize", "S", "O", "--foo"],
+            "kvcompile quantize: error: unrecognized arguments: --foo; see kvcompile quantize --help",
+        ),
+        (
+            ["quantize", "S", "O", "--calibration-tokens", "x"],
+            "kvcompile quantize: error: argument --calibration-tokens: invalid int value: 'x'; allowed is a whole "
+            "number; see kvcompile quantize --help",
+        ),
+        (
+            ["graph-dump", "--diff", "A"],
+            "kvcompile graph-dump: error: argument --diff: expected 2 arguments; see kvcompile graph-dump --help",
+        ),
+        (
+            ["bench", "act-quant", "--hidden", "x"],
+            "kvcompile bench act-quant: error: argument --hidden: invalid int value: 'x'; allowed is a whole number; "
+            "see kvcompile bench act-quant --help",
+        ),
+        (
+            ["bench", "w4a8", "--tune-seconds", "x"],
+            "kvcompile bench w4a8: error: argument --tune-seconds: invalid float value: 'x'; allowed is a number; "
+            "see kvcompile bench w4a8 --help",
+        ),
+        (
+            ["bench", "decode", "--nonsense"],
+            "kvcompile bench decode: error: unrecognized arguments: --nonsense; see kvcompile bench decode --help",
+        ),
     ],
 )
-def test_a_wrong_command_line_is_named_and_exit_code_2(monkeypatch, capsys, arguments, message):
-    _tool(monkeypatch, lambda args: 0)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, line):
+    if "smollm2" in arguments:
+        _tool(monkeypatch, lambda args: 0)
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr() == ("", f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["smolm2"], list(cli.COMMANDS)),
+        (["quantize", "S", "O", "--group-size", "7"], ["128", "64", "channel"]),
+        (["quantize", "S", "O", "--method", "awq"], ["rtn", "search", "gptq"]),
+        (["bench", "act_quant"], ["decode", "attention", "w4a8", "act-quant", "schedule", "serve"]),
+    ],
+)
+def test_a_wrong_choice_is_one_line_with_the_allowed_ones(capsys, arguments, allowed):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+    named = re.search(
+        r": error: argument .+: invalid choice: '(.+?)' \(choose from (.+)\); see kvcompile.* --help$", err
+    )
+    assert named[1] == arguments[-1]
+    assert [name.strip("'") for name in named[2].split(", ")] == allowed  # Python 3.12 leaves the quotes out
 
 
 def test_version_is_that_of_the_distribution(capsys):
@@ -103,7 +172,7 @@ def test_every_command_is_a_module_with_arguments_and_run(name):
     import importlib
 
     module = importlib.import_module(f"kvcompile.tools.{name.replace('-', '_')}")
-    module.add_arguments(argparse.ArgumentParser())
+    module.add_arguments(Parser())
     assert callable(module.run)
 
 
