@@ -82,7 +82,7 @@ def matched(content: Mapping[str, Any]) -> int:
 
 
 def write(path: Path, content: Document) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Document:

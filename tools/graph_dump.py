@@ -27,10 +27,12 @@ from rich.text import Text
 
 from kvcompile.arguments import Parser
 from kvcompile.config import UsageError
+from kvcompile.model_path import refuse_missing_checkpoint
 from kvcompile.tools import graph_diff, graph_document, graph_folder, graph_report, graph_summary, graph_text
 
 DEFAULT_FOLDER = "kvcompile-graphs"
 _TAIL_BYTES = 4096
+_EAGER = ("--enforce-eager", "--no-enforce-eager")  # the last one counts
 
 
 def add_arguments(parser: Parser) -> None:
@@ -75,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("the model is empty; give a checkpoint folder or a hub name, or --diff A B")
     if args.flags and args.given.index(args.flags[0]) < args.given.index(args.model):
         raise UsageError(f"{args.flags[0]} stands before the model; give MODEL first, then vLLM's flags")
+    # Both would be refused in the end, but by then vLLM has been loaded.
+    refuse_missing_checkpoint(args.model)
+    eager = [flag for flag in (each.replace("_", "-") for each in args.flags) if flag in _EAGER]
+    if eager[-1:] == [_EAGER[0]]:
+        raise UsageError("--enforce-eager is given, with which nothing is compiled; leave it out")
     folder = args.out or Path(DEFAULT_FOLDER)
     graph_folder.refuse_foreign(folder)
     if args.keep_log is not None:

@@ -26,6 +26,7 @@ from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.integrations.vllm.request import request_of
 from kvcompile.llama import ARCHITECTURES
+from kvcompile.model_path import refuse_missing_checkpoint
 from kvcompile.ops import nvrtc
 from kvcompile.ops.kv8 import HEAD_SIZES
 
@@ -49,18 +50,6 @@ def refuse_before_serving(args: argparse.Namespace) -> None:
         raise UsageError(
             f"vLLM refused the arguments for model {args.model}: {' '.join(str(error).split())}"
         ) from error
-
-
-def refuse_missing_checkpoint(model: str) -> None:
-    """A local path must hold a config.json; a name without a folder behind it is left to vLLM (a hub id)."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"model {model}: the folder has no config.json; give a Hugging Face checkpoint")
-    elif path.exists():
-        raise UsageError(f"model {model}: is a file; give the folder of a Hugging Face checkpoint")
-    elif path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise UsageError(f"model {model}: no such folder; give the folder of a Hugging Face checkpoint or a hub name")
 
 
 def refuse_unsupported_model(model: ModelConfig) -> None:

@@ -28,6 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm import checks, preset, report
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
+from kvcompile.model_path import refuse_missing_checkpoint
 from kvcompile.passes.pipeline import Observer, PassError, observed_by
 from kvcompile.plugin import register
 from kvcompile.presets import NAME
@@ -73,7 +74,7 @@ def compile_model(model: str, arguments: Sequence[str], watcher: Watcher) -> Non
     """Compile `model` with the flags of `vllm serve` in `arguments` and the preset. Raises `UsageError`."""
     register()
     args = _parse(["--model", model, "--compilation-config", NAME, *arguments])
-    checks.refuse_missing_checkpoint(args.model)
+    refuse_missing_checkpoint(args.model)
     if args.speculative_config is not None:
         raise UsageError("--speculative-config is given; the graphs of the model alone are shown: leave it out")
     config = _config(args)

@@ -1,4 +1,4 @@
-"""What is refused before an engine starts: a missing checkpoint, too little memory, a port that is taken."""
+"""What is refused before an engine starts: too little memory, a port that is taken."""
 
 from __future__ import annotations
 
@@ -42,49 +42,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(checks, "current_platform", platform)
     return it
-
-
-# --- checkpoint -----------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_folder_is_accepted(llama):
-    checks.refuse_missing_checkpoint(str(llama))
-
-
-def test_a_checkpoint_folder_relative_to_home_is_accepted(llama, monkeypatch):
-    monkeypatch.setenv("HOME", str(llama.parent))
-    checks.refuse_missing_checkpoint(f"~/{llama.name}")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "someone/some-model"])
-def test_a_name_without_a_folder_is_left_to_vllm(name, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    checks.refuse_missing_checkpoint(name)
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    expected = f"model {tmp_path}: the folder has no config.json; give a Hugging Face checkpoint"
-    assert _refused(checks.refuse_missing_checkpoint, str(tmp_path)) == expected
-
-
-def test_a_folder_whose_configuration_is_a_folder_is_refused(tmp_path):
-    (tmp_path / "config.json").mkdir()
-    assert "has no config.json" in _refused(checks.refuse_missing_checkpoint, str(tmp_path))
-
-
-def test_a_file_is_refused(llama):
-    name = str(llama / "config.json")
-    expected = f"model {name}: is a file; give the folder of a Hugging Face checkpoint"
-    assert _refused(checks.refuse_missing_checkpoint, name) == expected
-
-
-@pytest.mark.parametrize("name", ["{tmp}/nowhere", "./nowhere", "../nowhere", "~/nowhere", "some/where/else"])
-def test_a_missing_folder_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    name = name.format(tmp=tmp_path)
-    expected = f"model {name}: no such folder; give the folder of a Hugging Face checkpoint or a hub name"
-    assert _refused(checks.refuse_missing_checkpoint, name) == expected
 
 
 # --- memory: the size of a request ----------------------------------------------------------------------------------

@@ -225,3 +225,11 @@ def test_names_that_look_like_markup_are_shown_as_they_are(content: dict[str, An
     named = [text for _, *texts in found for text in texts if isinstance(text, str) and MARKUP in text]
     assert len(named) == 9
     assert [text for text in named if text not in shown] == []
+
+
+def test_a_document_with_half_a_character_is_written_whole_and_refused_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "graphs.json"
+    graph_document.write(path, document(model="\ud800"))
+    assert json.loads(path.read_text())["model"] == "\ud800"
+    with pytest.raises(UsageError, match="surrogates not allowed"):
+        graph_document.read(path)

@@ -131,3 +131,35 @@ def test_an_empty_model_is_refused(compiled: Callable[[Any], None], tmp_path: Pa
         "",
         "kvcompile: error: the model is empty; give a checkpoint folder or a hub name, or --diff A B\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["./nowhere"], "model ./nowhere: no such folder; give the folder of a Hugging Face checkpoint or a hub name"),
+        (
+            ["some/where/else"],
+            "model some/where/else: no such folder; give the folder of a Hugging Face checkpoint or a hub name",
+        ),
+        (["file"], "model file: is a file; give the folder of a Hugging Face checkpoint"),
+        (["."], "model .: the folder has no config.json; give a Hugging Face checkpoint"),
+        (["a-model", "--enforce-eager"], "--enforce-eager is given, with which nothing is compiled; leave it out"),
+        (
+            ["a-model", "--no-enforce-eager", "--enforce_eager"],
+            "--enforce-eager is given, with which nothing is compiled; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_vllm_is_loaded(
+    compiled: Callable[[Any], None], tmp_path: Path, capsys: Any, arguments: list[str], line: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    compiled(AssertionError("nothing is to be compiled"))
+    assert cli.main(["graph-dump", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"kvcompile: error: {line}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_eager_mode_that_is_switched_off_again_is_no_obstacle(compiled: Callable[[Any], None]) -> None:
+    compiled(document())
+    assert cli.main(["graph-dump", "a-model", "--enforce-eager", "--no-enforce-eager"]) == 0
