@@ -69,33 +69,32 @@ def run(args: argparse.Namespace) -> int:
     record.check_target("--json", args.json)
     device = bench_cuda.device()
     try:
-        rows, missing, notes = measure(args, device)
+        rows, missing = measure(args, device)
     except WrongResult as error:
         print(f"kvcompile bench: {error}", file=sys.stderr)
         return 1
     ceiling = bench_cuda.copy_rates(args.runs)
-    rows.append(record.row("copy of 1 GiB", "copy", "rate", "GB/s", ceiling))
-    _print(rows, missing, notes)
+    rows.append(record.row("copy of 1 GiB", "copy", "bandwidth", "GB/s", ceiling))
+    _print(rows, missing)
     if args.json:
         record.write(args.json, record.record("attention", record.command(), rows))
     return 0
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
-    """(the record's rows, systems that are missing and why, what is to be known). Raises WrongResult."""
+def measure(args: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """(the record's rows, systems that are missing and why). Raises WrongResult."""
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    notes: set[str] = set()
     for case in CASES:
         if args.kind in (None, case.kind):
             batch = make_batch(case.rows, case.context, case.new, args.heads, args.kv_heads, args.head_size, device)
-            rows += _measure(case, batch, args.runs, missing, notes)
+            rows += _measure(case, batch, args.runs, missing)
             del batch
             torch.cuda.empty_cache()
-    return rows, missing, sorted(notes)
+    return rows, missing
 
 
-def _measure(case: Case, batch: Batch, runs: int, missing: dict[str, str], notes: set[str]) -> list[dict[str, Any]]:
+def _measure(case: Case, batch: Batch, runs: int, missing: dict[str, str]) -> list[dict[str, Any]]:
     rows, outputs = [], {}
     for name, make in SYSTEMS.items():
         tokens = case.rows * (case.context + case.new)
@@ -104,21 +103,19 @@ def _measure(case: Case, batch: Batch, runs: int, missing: dict[str, str], notes
         except Unavailable as reason:
             missing[name] = str(reason)
             continue
-        if name == "flash-bf16":
-            notes.add(f"flash-bf16 is flash attention {first.version}")
         first()
-        outputs[name] = batch.output.double()
+        outputs[first.label] = batch.output.double()
         size = tokens * batch.new_key.shape[1] * first.bytes_per_token
         copies = bench_cuda.copies_of(size) if case.kind == "decode" else _PREFILL_CALLS
         systems = [first, *(make(batch) for _ in range(copies - 1))]
         times = bench_cuda.Pass(lambda i, s=systems: s[i](), copies).time(runs)
-        rows.append(record.row(case.name, name, "time", "us", times))
+        rows.append(record.row(case.name, first.label, "time", "us", times))
         if case.kind == "decode":
-            rows.append(record.row(case.name, name, "rate", "GB/s", [size / t / 1e3 for t in times]))
+            rows.append(record.row(case.name, first.label, "bandwidth", "GB/s", [size / t / 1e3 for t in times]))
         else:
             heads, head_size = batch.query.shape[1:]
             operations = 4 * heads * head_size * case.new * (case.context + (case.new + 1) / 2)
-            rows.append(record.row(case.name, name, "rate", "TFLOP/s", [operations / t / 1e6 for t in times]))
+            rows.append(record.row(case.name, first.label, "compute", "TFLOP/s", [operations / t / 1e6 for t in times]))
         del systems, first
     _check(case, outputs)
     return rows
@@ -129,27 +126,28 @@ def _check(case: Case, outputs: dict[str, torch.Tensor]) -> None:
     for name, output in outputs.items():
         for other, theirs in outputs.items():
             # Prompts without context are not quantised by ours, but are by vLLM's.
-            allowed = _QUANTISATION if {name, other} != {"kvcompile", "vllm-int8"} or case.new > 1 else _ROUNDING
+            allowed = _QUANTISATION if {name, other} != {"kvcompile", "triton-int8"} or case.new > 1 else _ROUNDING
             error = ((output - theirs).norm() / theirs.norm()).item()
             if not error <= allowed:
                 raise WrongResult(f"{case.name}: {name} is {error:.3f} from {other}, allowed is {allowed}")
 
 
-def _print(rows: list[dict[str, Any]], missing: dict[str, str], notes: list[str]) -> None:
+def _print(rows: list[dict[str, Any]], missing: dict[str, str]) -> None:
     times = {(r["case"], r["system"]): r for r in rows if r["metric"] == "time"}
-    rates = {(r["case"], r["system"]): r for r in rows if r["metric"] == "rate"}
+    rates = {(r["case"], r["system"]): r for r in rows if r["metric"] != "time"}
     table = Table(title=f"Attention, pages of {BLOCK_SIZE}: median (min to max)", title_justify="left")
     for column in ("case", "system", "us", "rate", "same tokens", "same bytes"):
         table.add_column(column, justify="left" if column in ("case", "system") else "right", no_wrap=True)
     last = dict(times.keys())  # the system that comes last in each case
+    flash = {case: system for case, system in times if system.startswith("fa")}
     for (case, system), row in times.items():
         span = f"{row['median']:.1f} ({row['min']:.1f} to {row['max']:.1f})"
-        rate, base = rates[case, system], times.get((case, "flash-bf16"))
-        shares = ["", ""]
-        if base:
-            shares[0] = f"{base['median'] / row['median']:.2f}x"
-            if rate["unit"] == "GB/s":
-                shares[1] = f"{rate['median'] / rates[case, 'flash-bf16']['median']:.2f}x"
+        rate, shares = rates[case, system], ["", ""]
+        if case in flash:
+            base = case, flash[case]
+            shares[0] = f"{times[base]['median'] / row['median']:.2f}x"
+            if rate["metric"] == "bandwidth":
+                shares[1] = f"{rate['median'] / rates[base]['median']:.2f}x"
         shown = f"{rate['median']:.0f} {rate['unit']}"
         table.add_row(case, system, span, shown, *shares, end_section=system == last[case])
     console = record.console()
@@ -157,5 +155,5 @@ def _print(rows: list[dict[str, Any]], missing: dict[str, str], notes: list[str]
     for name, why in missing.items():
         console.print(f"{name}: not measured: {why}", markup=False)
     copy = rates["copy of 1 GiB", "copy"]
-    notes = [*notes, f"copy of 1 GiB: {copy['median']:.0f} GB/s ({copy['min']:.0f} to {copy['max']:.0f})"]
-    console.print(". ".join(notes) + ". Speed against flash-bf16.", markup=False)
+    said = f"Copy of 1 GiB: {copy['median']:.0f} GB/s ({copy['min']:.0f} to {copy['max']:.0f})."
+    console.print(f"{said} Speed against flash attention over a bf16 cache.", markup=False)

@@ -83,9 +83,13 @@ def make_batch(
 
 
 class System(Protocol):
-    """One system with a cache of its own that holds the batch. bytes_per_token: of its cache, for one KV head."""
+    """One system with a cache of its own that holds the batch. bytes_per_token: of its cache, for one KV head.
+
+    label: its name in records.
+    """
 
     bytes_per_token: int
+    label: str
 
     def __call__(self) -> None:
         """Store the new tokens, attend, and leave the result in the batch's output."""
@@ -93,6 +97,8 @@ class System(Protocol):
 
 class KVCompile:
     """kv8_store, then kv8_decode or flash attention on the new tokens. The step's plan is made beforehand."""
+
+    label = "kvcompile"
 
     def __init__(self, batch: Batch) -> None:
         self._batch, self._cache = batch, _int8_cache(batch)
@@ -129,7 +135,8 @@ class FlashBF16:
         self._keys, self._values = batch.key.clone(), batch.value.clone()
         self.bytes_per_token = 2 * 2 * batch.query.shape[2]
         self._store, self._attend = fa_utils.reshape_and_cache_flash, fa_utils.flash_attn_varlen_func
-        self.version = fa_utils.get_flash_attn_version(head_size=batch.query.shape[2])
+        self._version = fa_utils.get_flash_attn_version(head_size=batch.query.shape[2])
+        self.label = f"fa{self._version}-bf16"
         self._one = torch.ones((), device=batch.query.device)
 
     def __call__(self) -> None:
@@ -147,7 +154,7 @@ class FlashBF16:
             causal=True,
             block_table=b.block_table,
             out=b.output,
-            fa_version=self.version,
+            fa_version=self._version,
         )
 
 
@@ -211,6 +218,8 @@ class Triton:
 class TritonInt8:
     """`Triton` behind vLLM's own store."""
 
+    label = "triton-int8"
+
     def __init__(self, batch: Batch) -> None:
         cache = _int8_cache(batch)
         self._batch, self._triton = batch, Triton(batch.query, cache)
@@ -225,7 +234,7 @@ class TritonInt8:
         t(b.query, b.block_table, b.seq_lens, b.context + b.new, b.output, b.scale, b.new)
 
 
-SYSTEMS: dict[str, type[Any]] = {"kvcompile": KVCompile, "flash-bf16": FlashBF16, "vllm-int8": TritonInt8}
+SYSTEMS: dict[str, type[Any]] = {"kvcompile": KVCompile, "fa-bf16": FlashBF16, "triton-int8": TritonInt8}
 
 
 def _int8_cache(batch: Batch) -> torch.Tensor:

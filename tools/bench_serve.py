@@ -38,12 +38,12 @@ def _ours(*parts: str) -> dict[str, Any]:
 
 _INT8 = {"dtype": "int8_per_token_head", "graphs": "FULL_AND_PIECEWISE"}
 SYSTEMS = {
-    "bf16": System({}, {"dtype": "auto", "graphs": "FULL_AND_PIECEWISE"}),
-    "int8": System(
+    "vllm-bf16": System({}, {"dtype": "auto", "graphs": "FULL_AND_PIECEWISE"}),
+    "vllm-int8": System(
         {"kv_cache_dtype": "int8_per_token_head", "attention_backend": "TRITON_ATTN"},
         {**_INT8, "backend": "TRITON_ATTN"},
     ),
-    "kv8": System(_ours("kv8"), {**_INT8, "backend": "CUSTOM"}),
+    "kvcompile/kv8": System(_ours("kv8"), {**_INT8, "backend": "CUSTOM"}),
     "kvcompile": System({"compilation_config": NAME}, {**_INT8, "backend": "CUSTOM"}),
 }
 
@@ -60,7 +60,9 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"checkpoint folder, or one of {', '.join(model_shapes.SHAPES)}")
-    parser.add_argument("--systems", default="bf16,kv8", help=f"of {','.join(SYSTEMS)} (default bf16,kv8)")
+    parser.add_argument(
+        "--systems", default="vllm-bf16,kvcompile/kv8", help=f"of {','.join(SYSTEMS)} (default vllm-bf16,kvcompile/kv8)"
+    )
     parser.add_argument("--grid", default=GRID, metavar="PROMPT:OUTPUT,...", help=f"default {GRID}")
     parser.add_argument("--requests", type=int, default=32, help="sent at once (default 32)")
     parser.add_argument("--kv-gib", type=float, default=26.0, help="KV cache of each system (default 26)")
@@ -115,7 +117,7 @@ def measure(
             engines = []
             for name in group:
                 given = {**arguments, **SYSTEMS[name].arguments}
-                engine = Served(name, model, given, scratch / f"{name}.log")
+                engine = Served(name, model, given, scratch / f"{name.replace('/', '-')}.log")
                 stack.callback(engine.close)
                 engines.append(engine)
             for engine in engines:
@@ -158,7 +160,7 @@ def _check(name: str, facts: dict[str, Any]) -> None:
 def _rows(case: Case, name: str, runs: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
     tokens = requests * case.output
     figures = {
-        ("throughput", "output tokens/s"): [tokens / run["seconds"] for run in runs],
+        ("output_throughput", "output tokens/s"): [tokens / run["seconds"] for run in runs],
         ("ttft_mean", "s"): [sum(run["ttft"]) / requests for run in runs],
         ("ttft_worst", "s"): [max(run["ttft"]) for run in runs],
         ("tpot_mean", "ms"): [1e3 * sum(run["tpot"]) / requests for run in runs],
@@ -173,9 +175,9 @@ def _print(args: argparse.Namespace, rows: list[dict[str, Any]], names: list[str
     table = Table(title=title, title_justify="left")
     for column in ("case", "system", "output tokens/s", f"of {names[0]}", "TTFT s", "TPOT ms", "preempted"):
         table.add_column(column, justify="left" if column in ("case", "system") else "right", no_wrap=True)
-    for case in dict.fromkeys(row["case"] for row in rows if row["metric"] == "throughput"):
+    for case in dict.fromkeys(row["case"] for row in rows if row["metric"] == "output_throughput"):
         for name in names:
-            rate, base = by[case, name, "throughput"], by[case, names[0], "throughput"]
+            rate, base = by[case, name, "output_throughput"], by[case, names[0], "output_throughput"]
             span = f"{rate['median']:.0f} ({rate['min']:.0f} to {rate['max']:.0f})"
             others = (f"{by[case, name, m]['median']:.4g}" for m in ("ttft_mean", "tpot_mean", "preemptions"))
             share = f"{rate['median'] / base['median']:.2f}x"

@@ -49,18 +49,18 @@ def test_the_record_has_times_and_rates_of_one_run(
     rows = {(r["case"], r["system"], r["metric"]): r for r in content["rows"]}
     assert list(rows) == [
         ("decode 3x41", "kvcompile", "time"),
-        ("decode 3x41", "kvcompile", "rate"),
+        ("decode 3x41", "kvcompile", "bandwidth"),
         ("decode 1x100", "kvcompile", "time"),
-        ("decode 1x100", "kvcompile", "rate"),
-        ("copy of 1 GiB", "copy", "rate"),
+        ("decode 1x100", "kvcompile", "bandwidth"),
+        ("copy of 1 GiB", "copy", "bandwidth"),
     ]
     assert rows["decode 3x41", "kvcompile", "time"]["median"] == 11
     # 3 rows of 41 tokens, 2 KV heads, keys and values of 64 bytes and a scale of 4.
-    assert rows["decode 3x41", "kvcompile", "rate"]["median"] == round(3 * 41 * 2 * 136 / 11 / 1e3, 4)
+    assert rows["decode 3x41", "kvcompile", "bandwidth"]["median"] == round(3 * 41 * 2 * 136 / 11 / 1e3, 4)
     said = capsys.readouterr().out
-    assert "flash-bf16: not measured: it needs a CUDA device" in said
+    assert "fa-bf16: not measured: it needs a CUDA device" in said
     assert "kvcompile: not measured: it needs a CUDA device" in said  # prompts take vLLM's flash attention
-    assert "copy of 1 GiB: 4100 GB/s (4000 to 4200)" in said
+    assert "Copy of 1 GiB: 4100 GB/s (4000 to 4200)" in said
 
 
 def test_the_systems_compute_attention_over_all_tokens(machine: None) -> None:
@@ -78,11 +78,13 @@ def test_a_wrong_result_ends_it(
     machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Wrong(KVCompile):
+        label = "triton-int8"
+
         def __call__(self) -> None:
             super().__call__()
             self._batch.output.mul_(1.1)
 
-    monkeypatch.setitem(bench_attention.SYSTEMS, "vllm-int8", Wrong)
+    monkeypatch.setitem(bench_attention.SYSTEMS, "triton-int8", Wrong)
     monkeypatch.setattr(bench_attention, "CASES", CASES[:1])
     assert main(ARGUMENTS) == 1
     assert "kvcompile bench: decode 3x41: kvcompile is 0.0" in capsys.readouterr().err
