@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
                 say(f"import-qserve: {told}")
             # Of the same size but for s1, which grows from two to four bytes a row.
             workspace.need(sum(tensor.nbytes for tensor in source.tensors.values()) * 105 // 100)
-            say_what_is_left_out("import-qserve", path)
+            say_what_is_left_out("import-qserve", path, source.files)
             _write(path, source, workspace)
             workspace.publish(drop=())
     except KeyboardInterrupt:

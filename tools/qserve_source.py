@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 
 from kvcompile.config import UsageError, shown
 from kvcompile.llama import expected
+from kvcompile.tools.checkpoint_config import quantised_by, read_config, refuse_other_values
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")  # those that QServe publishes
 LINEARS = re.compile(
@@ -38,11 +38,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 class QServeSource(NamedTuple):
-    """`rows`: output channels of each linear by its name in Hugging Face's checkpoints, where none is merged."""
+    """`rows`: output channels of each linear by its name in Hugging Face's checkpoints, where none is merged.
+
+    `files`: the names of those that hold the tensors.
+    """
 
     config: dict[str, Any]
     tensors: Tensors
     rows: dict[str, int]
+    files: frozenset[str]
 
 
 def read(path: Path) -> QServeSource:
@@ -52,34 +56,27 @@ def read(path: Path) -> QServeSource:
     config.json has no place for or that are not as it says.
     """
     config = _config(path)
-    tensors = _tensors(path)
+    files = _files(path)
+    tensors = _tensors(path, files)
     _refuse_foreign(path, config["num_hidden_layers"], tensors)
-    return QServeSource(config, tensors, _refuse_unfit(path, config, tensors))
+    rows = _refuse_unfit(path, config, tensors)
+    return QServeSource(config, tensors, rows, frozenset(file.name for file in files))
 
 
 def _config(source: Path) -> dict[str, Any]:
-    file = source / "config.json"
-    if not file.is_file():
-        raise UsageError(f"SRC {source}: has no config.json; give the folder of a QServe checkpoint")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        names = config.get("architectures")
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise UsageError(f"{file} cannot be read as a JSON object ({' '.join(str(error).split())})") from error
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise UsageError(f"SRC {source}: architectures is {names}; supported are {', '.join(ARCHITECTURES)}")
+    config = read_config(source, "a QServe checkpoint")
+    refuse_other_values(config, source / "config.json", ARCHITECTURES)
     described = config.get("quantization_config")
     method = described.get("quant_method") if isinstance(described, dict) else described
     if described and not (isinstance(method, str) and "qserve" in method.lower()):
-        raise UsageError(f"SRC {source}: quantization_config is of {method}, not of QServe")
-    next(expected(config, str(file)))  # it has judged every size by then
+        raise UsageError(
+            f"SRC {source}: quantization_config is of {quantised_by(described)}, not of QServe; give a checkpoint of "
+            "QServe"
+        )
     return config
 
 
-def _tensors(source: Path) -> Tensors:
-    """All tensors, mapped from their files rather than read."""
-    if not source.is_dir():
-        raise UsageError(f"SRC {source}: no such folder; give the folder of a QServe checkpoint")
+def _files(source: Path) -> list[Path]:
     files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
     if not files and (source / "quant_model.pt").is_file():
         raise UsageError(
@@ -88,6 +85,11 @@ def _tensors(source: Path) -> Tensors:
         )
     if not files:
         raise UsageError(f"SRC {source}: has no pytorch_model.bin and no safetensors file; give a QServe checkpoint")
+    return files
+
+
+def _tensors(source: Path, files: list[Path]) -> Tensors:
+    """All tensors, mapped from their files rather than read."""
     tensors: Tensors = {}
     for file in files:
         try:

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
                 workspace.need(job.disk_bytes())
                 with progress("checking the source", job.tensor_bytes()[0]) as advance:
                     source.check_finite(advance)
-                say_what_is_left_out("quantize", src)
+                say_what_is_left_out("quantize", src, frozenset(source.shards))
                 told = _quantise(job, workspace, texts, args.calibration_tokens).text()
             workspace.publish(drop=[steps.layer_file(i) for i in range(source.layers)] if method == "gptq" else [])
     except KeyboardInterrupt:

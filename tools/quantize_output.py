@@ -86,7 +86,8 @@ class Workspace:
 
     def write_json(self, name: str, value: Any) -> None:
         with self._complete(name) as path:
-            path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            # In ASCII: half a character, which JSON can hold escaped, has no UTF-8.
+            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def write_tensors(self, name: str, entries: list[Entry], tensors: Iterable[Tensor]) -> None:
         """A safetensors file of `tensors`, which come in the order of `entries`; one of them is in memory at a time."""

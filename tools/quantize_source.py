@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvcompile.config import UsageError
 from kvcompile.llama import ARCHITECTURES, expected, is_superfluous
 from kvcompile.ops.w4a8 import legal_group
 from kvcompile.shards import INDEX, announced
+from kvcompile.tools.checkpoint_config import quantised_by, read_config, read_json, refuse_other_values
 from kvcompile.tools.quantize_side import refuse_no_text, side_files
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -167,21 +167,12 @@ class Source(TensorFiles):
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "no such folder"
-        raise UsageError(f"SRC {path}: {what}; give the folder of a Hugging Face checkpoint")
-    file = path / "config.json"
-    if not file.is_file():
-        raise UsageError(f"SRC {path}: the folder has no config.json; give that of a Hugging Face checkpoint")
-    config = _json(file)
+    config = read_config(path, "a Hugging Face checkpoint")
     quantised = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
     if quantised:
-        method = config[quantised].get("quant_method") if isinstance(config[quantised], dict) else None
+        method = quantised_by(config[quantised])
         raise UsageError(f"SRC {path}: is quantised already ({quantised}: {method}); give the original checkpoint")
-    names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        shown = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
-        raise UsageError(f"SRC {path}: architecture {shown} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    refuse_other_values(config, path / "config.json", ARCHITECTURES)
     return config
 
 
@@ -192,12 +183,14 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str]]:
     """
     index: dict[str, str] = {}
     if (path / INDEX).is_file():
-        index = _json(path / INDEX).get("weight_map")
+        index = read_json(path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
             raise UsageError(f"{path / INDEX} has no weight_map; get the checkpoint again")
         files = sorted(set(index.values()))
         if inside := next((file for file in files if Path(file).name != file), None):
-            raise UsageError(f"{path / INDEX} names {inside}; allowed are files of the same folder")
+            raise UsageError(
+                f"{path / INDEX} names {inside}; allowed are files of the same folder; get the checkpoint again"
+            )
     elif (path / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:
@@ -211,13 +204,3 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str]]:
     if missing:
         raise UsageError(f"SRC {path}: shard {missing} is missing; get the checkpoint again")
     return files, index
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read as JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} holds no JSON object; get the checkpoint again")
-    return value

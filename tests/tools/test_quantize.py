@@ -41,7 +41,8 @@ def test_rounding_writes_what_the_operator_rounds_to(tmp_path, shards, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_everything_but_the_linears_is_kept_bit_for_bit_with_its_dtype(tmp_path, tied):
     state = sources.tensors(tied=tied, bias=True)
-    source = sources.write(tmp_path / "s", state, tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"])
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    source = sources.write(tmp_path / "s", state, tie_word_embeddings=tied, **qwen2)
     out = _quantize(source, tmp_path / "o", "--method", "rtn")
     kept = {
         name: tensor for name, tensor in state.items() if name.removesuffix(".weight") not in sources.linear_names()

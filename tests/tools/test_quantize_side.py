@@ -17,12 +17,17 @@ def command(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def published():
+    torch.manual_seed(0)
+    return qserve_sources.published()
+
+
 @pytest.fixture
-def source(command, tmp_path):
+def source(command, tmp_path, published):
     if command == "quantize":
         return quantize_sources.write(tmp_path / "s")
-    torch.manual_seed(0)
-    return qserve_sources.write(tmp_path / "s", qserve_sources.published())
+    return qserve_sources.write(tmp_path / "s", published)
 
 
 def _refused(capsys, command, *arguments):
@@ -80,6 +85,72 @@ def test_chat_templates_are_copied_and_other_subfolders_are_named(command, sourc
 def test_without_subfolders_nothing_is_said_of_them(command, source, tmp_path, capsys):
     assert cli.main([command, str(source), str(tmp_path / "o")]) == 0
     assert "left out" not in capsys.readouterr().err
+
+
+def _said(capsys, command, source, out):
+    """What a run says of what it leaves out."""
+    assert cli.main([command, str(source), str(out)]) == 0
+    return [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "extra.safetensors", "additional_chat_templates/tool.jinja", "onnx"])
+def test_a_link_to_nothing_is_refused_before_the_work(command, source, tmp_path, capsys, place):
+    (source / place).parent.mkdir(exist_ok=True)
+    (source / place).symlink_to("../blobs/5f2c")
+    assert _refused(capsys, command, source, tmp_path / "o") == (
+        f"SRC: {source / place} is a link to nothing ('../blobs/5f2c'); repair the download, or remove the link"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_no_file_that_is_a_link_to_nothing_is_taken_for_an_absent_one(command, source, tmp_path, capsys, name):
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("nowhere")
+    assert f"{name} is a link to nothing ('nowhere')" in _refused(capsys, command, source, tmp_path / "o")
+
+
+def test_a_link_to_a_file_is_copied_as_a_file(command, source, tmp_path, capsys):
+    (tmp_path / "blob").write_text("x")
+    (source / "notes.txt").symlink_to("../blob")
+    assert _said(capsys, command, source, tmp_path / "o") == []
+    copied = tmp_path / "o/notes.txt"
+    assert copied.read_text() == "x" and not copied.is_symlink()
+
+
+def test_pipes_and_folders_among_the_templates_are_named(command, source, tmp_path, capsys):
+    (source / "additional_chat_templates/more").mkdir(parents=True)
+    os.mkfifo(source / "pipe")
+    assert _said(capsys, command, source, tmp_path / "o") == [
+        f"{command}: SRC's subfolder is left out: additional_chat_templates/more; copy by hand what you need of it",
+        f"{command}: SRC's special file is left out: pipe; only regular files are copied",
+    ]
+
+
+def test_weight_files_of_other_formats_are_named_up_to_four(command, source, tmp_path, capsys):
+    for number in range(1, 7):
+        (source / f"weights-{number}.gguf").write_text("x")
+    assert _said(capsys, command, source, tmp_path / "o") == [
+        f"{command}: SRC's weight files are left out: weights-1.gguf, weights-2.gguf, weights-3.gguf, weights-4.gguf "
+        "and 2 more; nothing of it is in OUT"
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids=["model.safetensors", "an index"])
+def test_a_weight_file_beside_those_that_are_read_is_named(tmp_path, capsys, shards):
+    source = quantize_sources.write(tmp_path / "s", shards=shards)
+    (source / "extra.safetensors").write_bytes(next(source.glob("model*.safetensors")).read_bytes())
+    assert _said(capsys, "quantize", source, tmp_path / "o") == [
+        "quantize: SRC's weight file is left out: extra.safetensors; nothing of it is in OUT"
+    ]
+
+
+def test_the_bin_files_beside_safetensors_of_qserve_are_named(tmp_path, published, capsys):
+    source = qserve_sources.write(tmp_path / "s", published, "model.safetensors")
+    (source / "pytorch_model.bin").write_text("x")
+    assert _said(capsys, "import-qserve", source, tmp_path / "o") == [
+        "import-qserve: SRC's weight file is left out: pytorch_model.bin; nothing of it is in OUT"
+    ]
 
 
 class _Full:
