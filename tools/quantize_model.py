@@ -6,7 +6,9 @@ Only the hidden states of all windows and the weights of one layer are ever in m
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -37,14 +39,15 @@ class LayerwiseModel:
 
         # Whatever goes wrong in there is the config's doing: no file but config.json is read.
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            config.dtype = torch.float32
-            with torch.device("meta"):
-                self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-            # Its frequencies are computed, not loaded, and are therefore of no use on the meta device.
-            self._rotary = type(self._model.model.rotary_emb)(config=config)
+            with log_held_back():
+                config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+                config.dtype = torch.float32
+                with torch.device("meta"):
+                    self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+                # Its frequencies are computed, not loaded, and are therefore of no use on the meta device.
+                self._rotary = type(self._model.model.rotary_emb)(config=config)
         except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UsageError(
                 f"{path / 'config.json'}: transformers makes no model of it ({why}); correct it"
             ) from error
@@ -108,6 +111,21 @@ class LayerwiseModel:
             for rows, wanted in zip(flat.split(step), targets.split(step), strict=True)
         ]
         return torch.cat(losses).unflatten(0, (len(ids), -1))
+
+
+@contextmanager
+def log_held_back() -> Iterator[None]:
+    """What transformers logs in here comes out at its end, unless that is an error: that is to be one line."""
+    logger, held = logging.getLogger("transformers"), []
+    handlers, keep = logger.handlers, logging.Handler()
+    keep.emit = held.append
+    logger.handlers = [keep]
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+    for record in held:
+        logger.handle(record)
 
 
 def replace(layer: nn.Module, name: str, module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvcompile.config import UsageError
 from kvcompile.ops.act_quant import quant_per_token
 from kvcompile.ops.w4a8 import W4A8Weight, pack, w4a8_linear
-from kvcompile.tools.quantize_model import LINEARS, LayerwiseModel, batches, replace, windows
+from kvcompile.tools.quantize_model import LINEARS, LayerwiseModel, batches, log_held_back, replace, windows
 from kvcompile.tools.quantize_source import TensorFiles
 
 WINDOW = 512  # tokens
@@ -57,7 +57,8 @@ class Comparison(NamedTuple):
 def tokens_of(file: Path, checkpoint: Path, flag: str, vocabulary: int, limit: int | None = None) -> list[int]:
     """The ids of a text file, at most `limit` of them.
 
-    Raises UsageError, naming `flag`, for too short a text and for ids that are not below `vocabulary`.
+    Raises UsageError, naming `flag`, for a tokenizer that does not work, too short a text, and ids that are not below
+    `vocabulary`.
     """
     from transformers import AutoTokenizer
 
@@ -66,13 +67,19 @@ def tokens_of(file: Path, checkpoint: Path, flag: str, vocabulary: int, limit: i
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {file} cannot be read as UTF-8 text: {error}; give a plain text file") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{flag}: the tokenizer of {checkpoint} cannot be loaded: {first}") from error
-    ids = tokenizer(text, verbose=False)["input_ids"][:limit]
+        with log_held_back():
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+            ids = list(tokenizer(text, verbose=False)["input_ids"][:limit])
+    except Exception as error:  # whatever goes wrong in there is the tokenizer's doing
+        why = " ".join(str(error).split())
+        if not isinstance(error, (OSError, ValueError)):  # such as KeyError, whose text is the key alone
+            why = f"{type(error).__name__}: {why}"
+        raise UsageError(
+            f"{flag}: the tokenizer of {checkpoint} cannot be loaded ({why}); copy the tokenizer files of the original "
+            "checkpoint into it (tokenizer.json, tokenizer_config.json, ...)"
+        ) from error
     if len(ids) < WINDOW:
-        raise UsageError(f"{flag} {file} holds {len(ids)} tokens; at least {WINDOW} are needed")
+        raise UsageError(f"{flag} {file} holds {len(ids)} tokens; at least {WINDOW} are needed; give a longer text")
     if max(ids) >= vocabulary:
         raise UsageError(
             f"{flag}: the tokenizer of {checkpoint} gives the id {max(ids)}; by vocab_size in config.json the model "

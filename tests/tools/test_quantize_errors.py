@@ -1,6 +1,8 @@
 """What `kvcompile quantize` refuses: one line, exit code 2, nothing left behind."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -97,13 +99,40 @@ def test_a_tokenizer_of_more_ids_than_the_model_has_is_refused(tmp_path, capsys,
     )
 
 
-def test_a_checkpoint_without_a_tokenizer_cannot_be_calibrated(tmp_path, capsys):
+@pytest.mark.parametrize("argument", ["--perplexity", "--calibration"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": None},
+            "Couldn't instantiate the backend tokenizer from one of",
+        ),
+        ({"tokenizer.json": "{}"}, "KeyError: 'added_tokens'"),
+        ({"tokenizer.json": '{"model":'}, "Expecting value: line 1 column 10 (char 9)"),
+        ({"tokenizer_config.json": "[1]"}, "TypeError: list indices must be integers or slices, not str"),
+        (
+            {"tokenizer_config.json": '{"tokenizer_class": "Nope", "auto_map": {"AutoTokenizer": ["x.Y", null]}}'},
+            "The repository ",
+        ),
+        (
+            {"tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "\\ud800"}'},
+            "'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed",
+        ),
+    ],
+    ids=["none", "empty", "cut off", "a list", "of its own code", "half a character"],
+)
+def test_a_tokenizer_that_does_not_work_is_one_whole_line_with_what_to_do(tmp_path, capsys, argument, changes, why):
     source = sources.write(tmp_path / "s")
     (tmp_path / "long.txt").write_text("long " * 200)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name, text in changes.items():
         (source / name).unlink()
-    err = sources.refused(tmp_path, capsys, source, tmp_path / "o", "--calibration", tmp_path / "long.txt")
-    assert "the tokenizer of" in err and "cannot be loaded" in err
+        if text is not None:
+            (source / name).write_text(text)
+    line = sources.refused(tmp_path, capsys, source, tmp_path / "o", argument, tmp_path / "long.txt")
+    assert line.startswith(f"kvcompile: error: {argument}: the tokenizer of {source} cannot be loaded ({why}")
+    assert line.endswith(
+        "); copy the tokenizer files of the original checkpoint into it (tokenizer.json, tokenizer_config.json, ...)\n"
+    )
 
 
 @pytest.mark.parametrize("argument", ["--perplexity", "--calibration"])
@@ -115,7 +144,8 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_calibrated(tmp_path, capsys)
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_bias": True},
             "model.layers.0.self_attn.k_proj.bias has shape [64], by config.json it has none",
         ),
-        ({"hidden_act": "nonsense"}, "config.json: transformers makes no model of it"),
+        # It takes this configuration, but makes no model with it.
+        ({"pad_token_id": 5000}, "config.json: transformers makes no model of it (AssertionError: Padding_idx must"),
     ],
 )
 def test_what_transformers_makes_no_model_of_cannot_be_run(tmp_path, capsys, changes, told, argument):
@@ -125,6 +155,20 @@ def test_what_transformers_makes_no_model_of_cannot_be_run(tmp_path, capsys, cha
     source = sources.write(tmp_path / "s", state, **changes)
     (tmp_path / "long.txt").write_text("long " * 200)
     assert told in sources.refused(tmp_path, capsys, source, tmp_path / "o", argument, tmp_path / "long.txt")
+
+
+@pytest.mark.parametrize(("pad", "code"), [(5000, 2), (-5, 0)], ids=["refused", "taken"])
+def test_what_transformers_logs_is_told_only_if_all_goes_well(tmp_path, pad, code):
+    """In a process of its own: transformers logs to the standard error that it found at its import."""
+    source = sources.write(tmp_path / "s", pad_token_id=pad)
+    (tmp_path / "long.txt").write_text("long " * 200)
+    arguments = ["quantize", source, tmp_path / "o", "--method", "rtn", "--perplexity", tmp_path / "long.txt"]
+    command = [sys.executable, "-m", "kvcompile.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("[transformers] Model config: pad_token_id must be" in done.stderr) == (code == 0)
+    if code:
+        assert done.stderr.startswith("kvcompile: error: ") and done.stderr.count("\n") == 1
 
 
 def test_an_already_quantised_checkpoint_of_ours_is_refused(tmp_path, capsys):
