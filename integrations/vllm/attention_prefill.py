@@ -6,7 +6,7 @@
         out, lse = merge(out, lse, flash(q, k', v'))               by their log-sum-exps
 
 A prompt that fits one chunk never reads the cache, so it is computed as without quantisation. Flash attention is the
-platform's, as vLLM picks it: FA3 on compute capability 9.0, FA2 elsewhere.
+platform's, in the version that vLLM picks (FA3 on compute capability 9.0).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvcompile.ops.kv8 import kv8_dequantise
@@ -113,19 +114,39 @@ def plan(common: CommonAttentionMetadata, first: int, block_size: int, tokens: i
     upper = common.seq_lens_cpu_upper_bound
     if upper is None:
         raise RuntimeError("vLLM gave no bound on sequence lengths, which the KV8 backend needs to plan prompts")
-    context = upper[first : common.num_reqs] - lengths
-    if not int(context.max()):
+    context = (upper[first : common.num_reqs] - lengths).tolist()
+    shares = divide(context, tokens)
+    if not shares:
         return Prompts(starts, longest, table)
-    # Each row that may have context gets an equal share of the workspace.
-    share = tokens // int((context > 0).sum())
-    begins = torch.arange(0, int(context.max()), share, dtype=torch.int32, device=starts.device)[:, None]
-    on_device = common.seq_lens[first : common.num_reqs] - starts.diff()
-    released = (table != 0).int().argmax(1).int() * block_size  # leading pages of the null block
+    # Pages that were released lie in front, and the context that is left is shorter by them: known on the device alone.
+    released = (table != 0).int().argmax(1).int() * block_size
+    ends = common.seq_lens[first : common.num_reqs] - starts.diff()
+    divided = [list(zip(*span, strict=True)) for span in shares]
+    begins, counts = async_tensor_h2d(divided, torch.int32, starts.device, pin_memory=starts.is_cuda).unbind(1)
     begins = begins + released
-    held = (torch.minimum(begins + share, on_device) - begins).clamp(min=0)
+    held = (torch.minimum(begins + counts, ends) - begins).clamp(min=0)
     bounds = torch.nn.functional.pad(held.cumsum(1, dtype=torch.int32), (1, 0))
-    most = min(share, int(context.max()))
-    return Prompts(starts, longest, table, [Span(*each, most) for each in zip(bounds, begins, strict=True)])
+    most = [max(count for _, count in span) for span in shares]
+    return Prompts(starts, longest, table, [Span(*each) for each in zip(bounds, begins, most, strict=True)])
+
+
+def divide(context: list[int], tokens: int) -> list[list[tuple[int, int]]]:
+    """Spans of at most `tokens` tokens that hold the context of all rows: (begin, count) of each row in each span.
+
+    Row after row, so that there are as few as can be: a long one does not make the others come again with it.
+    """
+    spans: list[list[tuple[int, int]]] = []
+    room = 0
+    for row, length in enumerate(context):
+        begin = 0
+        while begin < length:
+            if not room:
+                spans.append([(0, 0)] * len(context))
+                room = tokens
+            count = min(length - begin, room)
+            spans[-1][row] = begin, count
+            begin, room = begin + count, room - count
+    return spans
 
 
 def attend(

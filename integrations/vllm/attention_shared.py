@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from vllm.config.cache import CacheDType
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionType, MultipleOf
@@ -68,7 +68,3 @@ class KV8BackendBase(AttentionBackend):
         if cache_dtype_str != KV8_CACHE_DTYPE:
             raise ValueError(f"the KV8 backend needs KV cache dtype {KV8_CACHE_DTYPE}, got {cache_dtype_str}")
         return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
-
-    @staticmethod
-    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        return False

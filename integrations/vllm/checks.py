@@ -29,6 +29,7 @@ from kvcompile.llama import ARCHITECTURES
 from kvcompile.model_path import refuse_missing_checkpoint
 from kvcompile.ops import nvrtc
 from kvcompile.ops.kv8 import HEAD_SIZES
+from kvcompile.ops.kv8.decode_shape import SHARED_BYTES, decode_shape
 
 # What vLLM merges in each of them.
 _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -104,14 +105,24 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
             )
 
 
-def refuse_kv8_without_compiler() -> None:
-    """On a GPU the cache has kernels of its own, and what they need to be compiled has to be installed."""
+def refuse_kv8_without_kernels(model: ModelConfig, ranks: int) -> None:
+    """On a GPU the cache has kernels of its own: what compiles them has to be there, and heads have to fit the GPU."""
     if current_platform.is_cpu():
         return
+    remedy = "keep vLLM's KV cache with -cc.kvcompile.kv8.enabled=false"
     try:
         nvrtc.require()
     except nvrtc.CompilerMissing as error:
-        raise UsageError(f"{error}; or keep vLLM's KV cache with -cc.kvcompile.kv8.enabled=false") from error
+        raise UsageError(f"{error}; or {remedy}") from error
+    capability = current_platform.get_device_capability()
+    shared = SHARED_BYTES.get(tuple(capability)) if capability else None
+    heads = max(1, model.get_total_num_kv_heads() // ranks)
+    ratio = max(1, model.model_arch_config.total_num_attention_heads // ranks) // heads
+    if shared and decode_shape(model.get_head_size(), heads, ratio, shared) is None:
+        raise UsageError(
+            f"model {model.model}: {heads} KV heads of {model.get_head_size()} with {ratio} query heads each do not "
+            f"fit a GPU of compute capability {capability.as_version_str()}; {remedy}, or use more ranks"
+        )
 
 
 def refuse_malformed_description(args: EngineArgs) -> None:

@@ -6,6 +6,8 @@ import torch
 
 from kvcompile.ops.kv8 import cpu
 
+TAIL = 256  # as in dequantise.cu
+
 
 def plan(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> list[torch.Tensor]:
     """The table without leading blocks 0, int32 [R, columns]; the lengths without their positions, int32 [R]."""
@@ -51,7 +53,11 @@ def dequantise(
         start, end = starts[row : row + 2].tolist()
         positions = torch.arange(begin, begin + end - start)
         blocks = block_table[row, positions // block_size].long()
-        for half, out in enumerate((keys, values)):
-            vectors = kv_cache[blocks, half, positions % block_size]
-            scales = vectors[..., head_size:].contiguous().view(torch.float32)
-            out[start:end] = vectors[..., :head_size] * scales
+        vectors = kv_cache[blocks, :, positions % block_size]  # [tokens, 2, G, d + 4]
+        scales = vectors[..., head_size:].contiguous().view(torch.float32)
+        finite = scales.isfinite().all(1)
+        key_scales, value_scales = scales.unbind(1)
+        keys[start:end] = vectors[:, 0, :, :head_size] * torch.where(finite, key_scales, torch.nan)
+        values[start:end] = vectors[:, 1, :, :head_size] * torch.where(finite, value_scales, 0.0)
+    tokens = int(starts[-1])
+    values[tokens : tokens + TAIL] = 0

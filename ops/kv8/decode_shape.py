@@ -11,9 +11,21 @@ HEADS_PER_WARP = 8  # query heads: columns of a tensor-core product
 WARPS = 8  # that compute, and more only where one KV head or an odd number of them needs them
 # Two tiles are in flight while one is computed with; more only delays the first.
 FEWEST_STAGES, MOST_STAGES = 2, 4
-# Static shared memory, and what the last word of a vector of 80 channels reads behind the last tile.
-SPARE_BYTES = 256
+TAIL_BYTES = 128  # what the last word of a vector of 80 channels reads behind the last tile is less
+STATIC_BYTES = 128  # two mbarriers a stage are less
 MOST_THREADS = 1024
+# Shared memory that one block may have, by compute capability.
+SHARED_BYTES = {
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (10, 3): 232448,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
 
 
 class DecodeShape(NamedTuple):
@@ -34,7 +46,7 @@ class DecodeShape(NamedTuple):
 def decode_shape(head_size: int, kv_heads: int, ratio: int, shared_bytes: int) -> DecodeShape | None:
     """The shape for `ratio` query heads to each of `kv_heads` KV heads of `head_size`; None if nothing fits.
 
-    shared_bytes: dynamic shared memory that a block of this GPU may have. More KV heads of a token lie together in the
+    shared_bytes: shared memory that a block of this GPU may have. More KV heads of a token lie together in the
     cache, so a block takes as many as there are warps for; fewer, in multiples of 4 as copies are of 16 bytes, where
     shared memory is short.
     """
@@ -58,7 +70,7 @@ def _shape(head_size: int, group: int, head_warps: int, sharing: int, shared_byt
     stage = 2 * TILE * group * (head_size + SCALE_BYTES)
     # All but the first of the warps that share a head hand over their sums, their maxima and those of probabilities.
     merge = (warps - head_warps) * 32 * (8 * -(-head_size // 32) + 4) * 4
-    stages = min(MOST_STAGES, (shared_bytes - SPARE_BYTES - merge) // stage)
+    stages = min(MOST_STAGES, (shared_bytes - STATIC_BYTES - TAIL_BYTES - merge) // stage)
     if stages < FEWEST_STAGES or (warps + 1) * 32 > MOST_THREADS:
         return None
-    return DecodeShape(group, sharing, warps, stages, stages * stage + merge + SPARE_BYTES)
+    return DecodeShape(group, sharing, warps, stages, stages * stage + merge + TAIL_BYTES)

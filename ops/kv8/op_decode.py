@@ -64,8 +64,11 @@ def kv8_dequantise(
 
     kv_cache, block_table: as for `kv8_decode`.
     starts: int32 [R + 1], from 0, not decreasing, at most W; begins: int32 [R]. Positions begins[r] and on of row r go
-        to tokens starts[r] to starts[r + 1]. Tokens from starts[R] on are left as they are.
+        to tokens starts[r] to starts[r + 1].
     keys, values: [W, G, d] of one dtype, contiguous. Each element is data * scale in fp32, rounded once.
+
+    For flash attention, which multiplies values that it masks by 0: where a key or a value of a token is not finite,
+    its key is NaN and its value 0, and 256 values from starts[R] on are zeros. What else lies there is left as it is.
 
     Raises ValueError naming the argument that does not fit.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcompile.ops.kv8 import HEAD_SIZES, kv8_decode, kv8_dequantise, kv8_store, plan_decode, reference
+from kvcompile.ops.kv8 import HEAD_SIZES, cuda, kv8_decode, kv8_dequantise, kv8_store, plan_decode, reference
 from tests.ops.kv8.batches import POISON, Batch, make_batch, poisoned_cache
 
 pytestmark = pytest.mark.gpu
@@ -177,7 +177,8 @@ def test_blocks_that_lie_further_apart_than_they_are_long_are_read_where_they_ar
     assert torch.equal(output.cpu(), batch_output)
 
 
-def test_a_graph_captured_with_empty_rows_replays_batches_longer_than_any_before() -> None:
+@pytest.mark.parametrize("planned", [False, True], ids=["plan in the graph", "plan before each replay"])
+def test_a_graph_captured_with_empty_rows_replays_batches_longer_than_any_before(planned: bool) -> None:
     rows, heads, kv_heads, head_size = 8, 8, 2, 128
     batches = [
         make_batch([(n - 1, 1) for n in lengths], heads=heads, kv_heads=kv_heads, head_size=head_size, seed=seed)
@@ -190,9 +191,10 @@ def test_a_graph_captured_with_empty_rows_replays_batches_longer_than_any_before
     output = torch.empty_like(query)
     table = torch.zeros(rows, columns, dtype=torch.int32, device="cuda")
     lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    plan = [torch.zeros(rows + 1, dtype=torch.int32, device="cuda"), torch.zeros_like(lengths)] if planned else None
 
     def step() -> None:
-        kv8_decode(query, cache, table, lengths, output, head_size**-0.5)
+        kv8_decode(query, cache, table, lengths, output, head_size**-0.5, plan)
 
     step()
     torch.cuda.synchronize()
@@ -207,27 +209,63 @@ def test_a_graph_captured_with_empty_rows_replays_batches_longer_than_any_before
         query.copy_(batch.query)
         lengths.copy_(batch.seq_lens)
         output.fill_(float("nan"))
+        if plan:
+            cuda.plan_into(table, lengths, 16, *plan)
         graph.replay()
         _assert_like_reference(batch, output.cpu())
 
 
-def test_layers_that_follow_each_other_at_once_do_not_disturb_each_other() -> None:
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_layers_that_follow_each_other_at_once_do_not_disturb_each_other(captured: bool) -> None:
     """Programmatic launches: a layer's store and decode begin while the layer before ends."""
     batches = [make_batch([(600, 1), (33, 1), (1500, 1)], heads=8, head_size=128, seed=seed) for seed in range(12)]
     alone = [_decode(batch) for batch in batches]
     on_gpu = [tuple(x.cuda() for x in (b.query, b.cache, b.block_table, b.seq_lens)) for b in batches]
     outputs = [torch.full_like(query, float("nan")) for query, *_ in on_gpu]
     stored = [(b.key.cuda(), b.value.cuda(), _slots(b).cuda()) for b in batches]
-    for ((_, cache, *_),) in zip(on_gpu, strict=True):
+
+    def layers() -> None:
+        for (query, cache, table, lengths), output, (key, value, slots), batch in zip(
+            on_gpu, outputs, stored, batches, strict=True
+        ):
+            kv8_store(key, value, cache, slots)
+            kv8_decode(query, cache, table, lengths, output, batch.scale)
+
+    run = layers
+    if captured:
+        layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        run = graph.replay
+    for (_, cache, *_), output in zip(on_gpu, outputs, strict=True):
         cache.fill_(POISON)
+        output.fill_(float("nan"))
     torch.cuda.synchronize()
-    for (query, cache, table, lengths), output, (key, value, slots), batch in zip(
-        on_gpu, outputs, stored, batches, strict=True
-    ):
-        kv8_store(key, value, cache, slots)
-        kv8_decode(query, cache, table, lengths, output, batch.scale)
+    run()
     for output, expected in zip(outputs, alone, strict=True):
         assert torch.equal(output.cpu(), expected)
+
+
+def test_blocks_further_than_2_gib_into_the_cache_are_found() -> None:
+    batch = make_batch([(70, 1), (500, 1)], heads=32, kv_heads=8, head_size=128)
+    expected = _decode(batch)
+    small, blocks = batch.cache.cuda(), 70_000
+    cache = torch.full((blocks, *small.shape[1:]), POISON, dtype=torch.int8, device="cuda")
+    base = blocks - small.shape[0]
+    assert base * cache.stride(0) > 1 << 31
+    table = torch.where(batch.block_table < blocks, batch.block_table + base, batch.block_table).cuda()
+    kv8_store(batch.key.cuda(), batch.value.cuda(), cache, _slots(batch).cuda() + base * 16)
+    assert torch.equal(cache[base + 1], small[1])
+    output = torch.empty_like(batch.query, device="cuda")
+    kv8_decode(batch.query.cuda(), cache, table, batch.seq_lens.cuda(), output, batch.scale)
+    assert torch.equal(output.cpu(), expected)
+    starts, begins = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 60, 100], [3, 400]))
+    found = [torch.zeros(100, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    kv8_dequantise(cache, table, starts, begins, *found[:2])
+    kv8_dequantise(small, batch.block_table.cuda(), starts, begins, *found[2:])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -242,7 +280,7 @@ def test_dequantised_spans_are_those_of_the_cpu(head_size: int, dtype: torch.dty
     kv8_dequantise(*on_gpu)
     for ours, theirs in zip(on_gpu[4:], made[:2], strict=True):
         assert torch.equal(ours.cpu(), theirs)
-    assert (made[0][300:] == 7).all()
+    assert (made[0][300:] == 7).all() and not made[1][300:].any()
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:

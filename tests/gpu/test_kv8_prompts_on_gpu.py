@@ -36,6 +36,8 @@ def _attend(prefill: ModuleType, batch: Batch, first: int = 0) -> tuple[torch.Te
     new = slice(int(batch.query_start_loc[first]), None)
     query, key, value = (x.cuda()[new] for x in (batch.query, *new_tokens(batch)))
     output = torch.full_like(query, float("nan"))
+    for each in prefill.workspace(key):  # what others left there
+        each.fill_(float("nan"))
     flash = prefill.Flash(width - 4)
     prefill.attend(query, key, value, batch.cache.cuda(), prompts, output, batch.scale, flash)
     return output.cpu(), len(prompts.spans)
@@ -65,8 +67,23 @@ def test_context_longer_than_the_workspace_is_read_in_spans(
     batch = make_batch(MIXED, heads=8, kv_heads=2, head_size=128)
     monkeypatch.setattr(prefill, "WORKSPACE_BYTES", tokens * 4 * 2 * 128)
     output, spans = _attend(prefill, batch)
-    assert spans == -(-300 // (tokens // 5))
+    assert spans == -(-sum(context for context, _ in MIXED) // tokens)
     _assert_close(output, expected(batch))
+
+
+def test_a_vector_that_is_not_finite_reaches_its_own_row_alone(prefill: ModuleType) -> None:
+    rows = [(100, 9), (64, 40), (30, 5), (48, 30)]
+    batch = make_batch(rows, heads=8, kv_heads=2, head_size=128)
+    wanted = expected(batch)
+    block = int(batch.block_table[1, 2])
+    for half in (0, 1):
+        batch.cache[block, half, 3] = -1
+        output, _ = _attend(prefill, batch)
+        mine = slice(*batch.query_start_loc[1:3].tolist())
+        assert output[mine].isnan().all()
+        others = torch.ones(len(output), dtype=torch.bool)
+        others[mine] = False
+        _assert_close(output[others], wanted[others])
 
 
 def test_prompts_behind_rows_of_one_token_are_found(prefill: ModuleType) -> None:

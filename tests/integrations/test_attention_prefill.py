@@ -97,8 +97,8 @@ def test_fresh_and_continued_prompts_are_those_of_float64_however_small_the_work
     if tokens:
         monkeypatch.setattr(attention_prefill, "WORKSPACE_BYTES", tokens * 4 * 2 * 64)
     output, spans = _attend(batch)
-    # Five of the rows have context, of up to 300 tokens.
-    assert spans == (-(-300 // (tokens // 5)) if tokens else 1)
+    # Rows share a span, and a long one has as many as it needs.
+    assert spans == (-(-sum(context for context, _ in MIXED) // tokens) if tokens else 1)
     _assert_close(output, expected(batch))
 
 
@@ -123,6 +123,18 @@ def test_released_pages_of_context_are_not_attended_to(monkeypatch: pytest.Monke
         batch.block_table[row, :pages] = 0
     monkeypatch.setattr(attention_prefill, "WORKSPACE_BYTES", tokens * 4 * 2 * 64)
     _assert_close(_attend(batch)[0], expected(batch, released))
+
+
+def test_a_long_row_among_short_ones_takes_no_more_spans_than_all_tokens_need() -> None:
+    context = [200] * 15 + [200_000, 0] + [200] * 16
+    spans = attention_prefill.divide(context, 16384)
+    assert len(spans) == -(-sum(context) // 16384) == 13
+    assert all(sum(count for _, count in span) <= 16384 for span in spans)
+    for row, length in enumerate(context):
+        pieces = [span[row] for span in spans if span[row][1]]
+        assert [begin for begin, _ in pieces] == [sum(count for _, count in pieces[:i]) for i in range(len(pieces))]
+        assert sum(count for _, count in pieces) == length
+    assert attention_prefill.divide([0, 0], 16384) == []
 
 
 def test_a_plan_needs_vllms_bound_on_lengths() -> None:

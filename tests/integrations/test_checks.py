@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm import checks
+from kvcompile.ops import nvrtc
 
 GIB = 1 << 30
 # The small Llama: 2 layers, K and V, 1 KV head of 64; int8 data with a 4-byte scale each.
@@ -34,11 +36,12 @@ def _refused(check: Callable[..., None], *arguments: Any) -> str:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A platform of 16 GiB, of which `free` are; set `cpu` to False for a GPU."""
-    it = SimpleNamespace(cpu=True, total=16 * GIB, free=16 * GIB)
+    it = SimpleNamespace(cpu=True, total=16 * GIB, free=16 * GIB, capability=None)
     platform = SimpleNamespace(
         is_cpu=lambda: it.cpu,
         mem_get_info=lambda: (it.free, it.total),
         get_device_total_memory=lambda: it.total,
+        get_device_capability=lambda: it.capability,
     )
     monkeypatch.setattr(checks, "current_platform", platform)
     return it
@@ -235,3 +238,39 @@ def test_an_address_of_another_host_is_refused_with_the_reason(host):
     assert line.startswith(f"port 8000 of {host} cannot be bound (")
     assert "Unknown error" not in line
     assert line.endswith("); give another --host or --port")
+
+
+# --- kernels of the int8 cache ----------------------------------------------------------------------------------------
+
+
+def _heads(kv_heads: int, heads: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        model="m",
+        get_total_num_kv_heads=lambda: kv_heads,
+        get_head_size=lambda: size,
+        model_arch_config=SimpleNamespace(total_num_attention_heads=heads),
+    )
+
+
+def test_on_a_gpu_what_compiles_kernels_has_to_be_there(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise nvrtc.CompilerMissing("cuda-python is needed to compile kernels: install it")
+
+    monkeypatch.setattr(nvrtc, "require", missing)
+    checks.refuse_kv8_without_kernels(_heads(8, 32, 128), 1)  # a CPU has none
+    machine.cpu = False
+    with pytest.raises(UsageError, match=r"^cuda-python is needed .* install it; or keep .*kv8.enabled=false$"):
+        checks.refuse_kv8_without_kernels(_heads(8, 32, 128), 1)
+
+
+def test_heads_have_to_fit_the_gpu(machine: SimpleNamespace) -> None:
+    machine.cpu, machine.capability = False, DeviceCapability(8, 9)
+    for kv_heads, heads, size in ((8, 32, 128), (8, 64, 256), (3, 9, 64)):
+        checks.refuse_kv8_without_kernels(_heads(kv_heads, heads, size), 1)
+    with pytest.raises(UsageError, match=r"10 KV heads of 256 with 4 query heads each do not fit .* capability 8\.9"):
+        checks.refuse_kv8_without_kernels(_heads(10, 40, 256), 1)
+    checks.refuse_kv8_without_kernels(_heads(10, 40, 256), 2)
+    machine.capability = DeviceCapability(9, 0)
+    checks.refuse_kv8_without_kernels(_heads(10, 40, 256), 1)

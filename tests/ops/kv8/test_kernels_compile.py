@@ -21,21 +21,23 @@ def _assert_no_spills(resources: dict[str, nvrtc.Resources], name: str, threads:
 @pytest.mark.parametrize("arch", SHARED)
 def test_decode_of_every_head_size(arch: str) -> None:
     for head_size in HEAD_SIZES:
-        # A head to a warp, and several warps to a head.
-        for kv_heads, ratio in ((8, 4), (1, 16)):
+        # A head to a warp, several warps to a head; then other dtypes and pages, odd ratios, many warps.
+        kinds = [(8, 4, 0, 16), (1, 16, 0, 16)]
+        if head_size == 128 and arch in ("sm_89", "sm_90a"):
+            kinds += [(8, 4, 1, 16), (8, 4, 0, 64), (10, 4, 0, 16), (3, 3, 0, 16), (4, 7, 0, 16), (32, 1, 0, 16)]
+        for kv_heads, ratio, dtype, block_size in kinds:
             shape = decode_shape(head_size, kv_heads, ratio, SHARED[arch])
             assert shape
-            for dtype in cuda.DTYPES.values() if head_size == 128 else [0]:
-                defines = cuda.decode_defines(head_size, kv_heads, ratio, dtype, 16, shape)
-                resources = nvrtc.compile(cuda.DECODE, arch, defines).resources
-                _assert_no_spills(resources, "kv8_decode", shape.threads, f"{arch} {defines}")
+            defines = cuda.decode_defines(head_size, kv_heads, ratio, dtype, block_size, shape)
+            resources = nvrtc.compile(cuda.DECODE, arch, defines).resources
+            _assert_no_spills(resources, "kv8_decode", shape.threads, f"{arch} {defines}")
 
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_the_other_kernels(arch: str) -> None:
     threads = cuda.WARPS * 32
-    for head_size in (80, 256):
-        defines = {"D": head_size, "DTYPE": 0, "BS": 16}
+    for head_size, dtype in ((80, 0), (128, 1), (256, 0)):
+        defines = {"D": head_size, "DTYPE": dtype, "BS": 16}
         for source in (cuda.STORE, cuda.COMBINE, cuda.DEQUANTISE):
             name = f"kv8_{source.stem}"
             _assert_no_spills(nvrtc.compile(source, arch, defines).resources, name, threads, f"{arch} {source.name}")
