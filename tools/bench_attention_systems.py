@@ -125,7 +125,10 @@ class KVCompile:
 
 
 class FlashBF16:
-    """vLLM's flash attention, in the version that it picks, over a paged bf16 cache."""
+    """vLLM's flash attention, in the version that it picks, over a paged bf16 cache.
+
+    It plans each call itself; vLLM may plan once for all layers of a step, as `KVCompile` does here.
+    """
 
     def __init__(self, batch: Batch) -> None:
         _need_extension(batch.query.device)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvcompile.config import UsageError
 from kvcompile.presets import NAME
-from kvcompile.tools import bench_cuda, model_shapes, record
+from kvcompile.tools import bench_cuda, engine_process, model_shapes, record
 from kvcompile.tools.serve_engine import Served
 
 SUMMARY = "output tokens a second of a served model: stock vLLM and kvcompile at equal KV memory"
@@ -139,14 +139,11 @@ def measure(
 def _arguments(args: argparse.Namespace, model: Path, cases: list[Case]) -> dict[str, Any]:
     """Of LLM, for all systems."""
     return {
-        "load_format": "auto" if any(model.glob("*.safetensors")) else "dummy",
+        **engine_process.model_arguments(model),
         "max_model_len": max(case.prompt + case.output for case in cases),
         "max_num_seqs": args.max_num_seqs,
         "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
-        # Only checked: the cache's size is given.
-        "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
-        "block_size": 16,
     }
 
 

@@ -24,17 +24,24 @@ def call(function: Callable[..., Any], model: str, *arguments: Any) -> Any:
 
     Raises UsageError, with the last line that the engine wrote, if it failed.
     """
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     given = json.dumps([model, *arguments])
     command = [sys.executable, "-c", _CHILD, function.__module__, function.__name__, given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UsageError(f"--engine {model}: the engine failed: {last}; look at it with `vllm serve {model}`")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def model_arguments(model: str) -> dict[str, Any]:
-    """Of LLM, for a folder with a checkpoint, or with a config.json alone: then weights are made up."""
+def environment() -> dict[str, str]:
+    """In which an engine is one process, and asks no network for a model."""
+    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+
+
+def model_arguments(model: str | Path) -> dict[str, Any]:
+    """Of LLM, for a folder with a checkpoint, or with a config.json alone: then weights are made up.
+
+    The share of the GPU's memory is only checked, where the size of the cache is given.
+    """
     has_weights = any(Path(model).glob("*.safetensors"))
     return {"load_format": "auto" if has_weights else "dummy", "gpu_memory_utilization": 0.3, "block_size": 16}

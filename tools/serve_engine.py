@@ -9,7 +9,6 @@ The engine stays idle between two questions, so several can share a GPU and be a
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.config import UsageError
+from kvcompile.tools import engine_process
 
 _MARK = "kvcompile-serve "
 
@@ -26,9 +26,9 @@ class Served:
 
     def __init__(self, name: str, model: Path, arguments: dict[str, Any], log: Path) -> None:
         self.name, self._log = name, log
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        environment = engine_process.environment()
         command = [sys.executable, "-m", "kvcompile.tools.serve_engine", str(model), json.dumps(arguments)]
-        with log.open("w") as errors:
+        with log.open("a") as errors:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
@@ -55,6 +55,8 @@ class Served:
         for line in self._process.stdout:
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
+            with self._log.open("a") as log:  # vLLM writes its log to standard output
+                log.write(line)
         self._process.wait()
         lines = self._log.read_text().strip().splitlines() or ["no output"]
         errors = [line for line in lines if "Error" in line] or lines

@@ -64,8 +64,8 @@ class StepTime:
 # Llama-3.1-8B in bf16 on one H200, from the records in benchmarks/. The linears of 32 layers at 1, 32 and 4,096 tokens
 # (w4a8.json, cuBLAS: 118.8, 125.2 and 2,308 us a layer) give what a step, a decoding request and a prompt token cost;
 # reading 131,072 bytes of KV per token at the 4.2 TB/s of a copy, what a token of context does. What is then missing
-# from the 1.503 s of serve.json (32 requests of 1,000 + 128 tokens; 1.20 s by this), norms and lm_head and the rest,
-# is spread over its 132 steps. Steps by themselves have not been timed.
+# from the 1.503 s of serve-triton.json (32 requests of 1,000 + 128 tokens; 1.20 s by this), norms and lm_head and
+# the rest, is spread over its 132 steps. Steps by themselves have not been timed.
 H200_LLAMA_8B = StepTime(
     base_s=6.1e-3, per_prefill_token_s=17.1e-6, per_decode_request_s=6.6e-6, per_context_token_s=31e-9
 )
