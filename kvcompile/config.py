@@ -75,10 +75,10 @@ class PruneConfig(_Section):
     """Pruning of the KV cache: a prompt of T tokens keeps about max(keep_ratio * T, min_tokens), or budget_tokens."""
 
     SECTION: ClassVar[str] = "prune"
-    enabled: bool = option(True, doc="Prune the KV cache of a request when its prompt has been computed.")
+    enabled: bool = option(False, doc="Prune the KV cache of a request when its prompt has been computed.")
     method: str = option(
-        "andpro",
-        choices=("andpro", "snapkv", "tova", "streaming", "critical", "random"),
+        "blend",
+        choices=("blend", "andpro", "snapkv", "tova", "streaming", "critical", "random"),
         doc="How tokens are scored; streaming and random are baselines.",
     )
     keep_ratio: float = option(0.5, above=0, high=1, doc="Share of a prompt's tokens that is kept.")
@@ -95,10 +95,13 @@ class PruneConfig(_Section):
     inline: str = option(
         "auto",
         choices=("auto", "always", "never"),
-        doc="Store kept tokens alone during the prefill; auto does so when blocks are short or nothing is shared.",
+        doc="Store kept tokens alone during the prefill; not in this version, where auto is never.",
     )
     reprune_interval_tokens: int = option(
-        0, low=0, high=MAX_TOKENS, doc="Prune again after this many generated tokens; 0 is never."
+        0,
+        low=0,
+        high=MAX_TOKENS,
+        doc="Prune again after this many generated tokens; 0 is never, and all that this version does.",
     )
 
     def __post_init__(self) -> None:

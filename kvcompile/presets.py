@@ -23,7 +23,7 @@ MODULES = (
     Module("kv8", True, "int8 KV cache with one scale per token and KV head"),
     Module("passes", True, "FX pass pipeline inside vLLM's compile path"),
     Module("linear", True, "W4A8 linears"),
-    Module("prune", False, "value-aware KV pruning"),
+    Module("prune", True, "value-aware KV pruning"),
     Module("scheduler", True, "KV-length-aware scheduler"),
     Module("offload", False, "host offload of preempted requests"),
 )

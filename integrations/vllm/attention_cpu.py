@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,8 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase
-from kvcompile.ops.kv8 import kv8_attention, kv8_store, plan_attention
+from kvcompile.integrations.vllm.prune_jobs import Job
+from kvcompile.ops.kv8 import kv8_attention, kv8_store, plan_attention, plan_decode
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class KV8Metadata:
     """One step's batch, shared by all layers. R rows (requests), T tokens.
 
     `query_start_loc` int32 [R + 1], `seq_lens` int32 [R] (context and new tokens), `block_table` int32 [R, columns],
-    `slot_mapping` int64 [T], negative where nothing is stored. `plan`: what `plan_attention` made of them.
+    `slot_mapping` int64 [T], negative where nothing is stored. `plan`: what `plan_attention` made of them. The table
+    and the lengths are without the pages that a pruned request has released. `jobs`: rows whose prompt is to be pruned.
     """
 
     num_tokens: int
@@ -28,6 +30,7 @@ class KV8Metadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     plan: list[torch.Tensor]
+    jobs: dict[int, Job] = field(default_factory=dict)
 
 
 class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
@@ -42,11 +45,12 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KV8Metadata:
         common, spec = common_attn_metadata, self.kv_cache_spec
-        batch = (common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        table, lengths = plan_decode(common.block_table_tensor, common.seq_lens, spec.block_size)
+        batch = (table, lengths, common.query_start_loc)
         return KV8Metadata(
             num_tokens=common.num_actual_tokens,
-            block_table=common.block_table_tensor,
-            seq_lens=common.seq_lens,
+            block_table=table,
+            seq_lens=lengths,
             query_start_loc=common.query_start_loc,
             slot_mapping=common.slot_mapping,
             plan=plan_attention(*batch, spec.block_size, spec.num_kv_heads, spec.head_size),
@@ -76,6 +80,9 @@ class KV8Impl(KV8ImplBase[KV8Metadata]):
         m, n = attn_metadata, attn_metadata.num_tokens
         kv8_store(key[:n], value[:n], kv_cache, m.slot_mapping[:n])
         kv8_attention(query[:n], kv_cache, m.block_table, m.seq_lens, m.query_start_loc, output[:n], self.scale, m.plan)
+        for row, job in m.jobs.items():
+            first, last = m.query_start_loc[row : row + 2].tolist()
+            job.observe(layer.layer_name, query[first:last], kv_cache, m.block_table[row], self.scale)
         return output
 
 

@@ -38,6 +38,7 @@ def install() -> None:
 
     _wrap_command_line()
     _wrap_engine_config()
+    _wrap_request_validation()
     _register_attention_backend()
     _register_quantization()
     linear_hooks.install()
@@ -111,6 +112,22 @@ def _wrap_engine_config() -> None:
         return preset.create_engine_config(self, request, lambda ready: create_engine_config(ready, *args, **kwargs))
 
     EngineArgs.create_engine_config = wrapped
+
+
+def _wrap_request_validation() -> None:
+    """What a request asks of pruning is judged where vLLM judges its sampling parameters: a server answers 400."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    validate = InputProcessor._validate_params
+
+    @functools.wraps(validate)
+    def wrapped(self: InputProcessor, params: Any, *args: Any, **kwargs: Any) -> None:
+        from kvcompile.integrations.vllm import prune_request
+
+        validate(self, params, *args, **kwargs)
+        prune_request.refuse_wrong(self.vllm_config, params)
+
+    InputProcessor._validate_params = wrapped
 
 
 def _register_attention_backend() -> None:

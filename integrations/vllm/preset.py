@@ -16,10 +16,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcompile.config import Kv8Config, KVCompileConfig, SchedulerConfig, UsageError, resolve, to_dict
+from kvcompile.config import Kv8Config, KVCompileConfig, PruneConfig, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
 from kvcompile.integrations.vllm import checks, compat, report
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_WORKER, SCHEDULER
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.integrations.vllm.request import Request
@@ -48,6 +48,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     notes: dict[str, str] = {}  # module -> why it is off or less than it could be
     args = copy.copy(args)
     _apply_kv8(args, resolved.config.kv8, notes)
+    _apply_prune(args, resolved.config.prune, notes)
     _apply_passes(args, request, resolved.config, notes)
     args.additional_config = {**args.additional_config, NAME: to_dict(resolved.config)}
     if not resolved.config.linear.enabled:
@@ -55,6 +56,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     _check_model_first(args, with_kv8="kv8" not in notes, with_linear="linear" not in notes)
     config = _build(args, build)
     _apply_scheduler(config, resolved.config.scheduler, notes)
+    _let_scheduler_prune(config, notes)
     split_where_vllm_splits(config.compilation_config)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
@@ -131,6 +133,44 @@ def _apply_kv8(args: EngineArgs, config: Kv8Config, notes: dict[str, str]) -> No
             args.attention_backend = AttentionBackendEnum.CUSTOM
 
 
+def _apply_prune(args: EngineArgs, config: PruneConfig, notes: dict[str, str]) -> None:
+    """Before vLLM decides on a worker."""
+    if not config.enabled:
+        notes["prune"] = "prune.enabled=false"
+        return
+    later = {
+        "prune.inline=always": config.inline == "always",
+        "prune.reprune_interval_tokens": config.reprune_interval_tokens > 0,
+        "prune.method=critical": config.method == "critical",
+    }
+    if given := [name for name, there in later.items() if there]:
+        raise UsageError(f"{', '.join(given)}: not in this version of kvcompile; remove it, or set prune.enabled=false")
+    if "kv8" in notes or _backend(args) is not AttentionBackendEnum.CUSTOM:
+        notes["prune"] = "attention is not kvcompile's"
+    elif not current_platform.is_cpu():
+        notes["prune"] = "not on a GPU in this version"
+    elif os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        notes["prune"] = "VLLM_USE_V2_MODEL_RUNNER=1 given"
+    elif args.worker_cls != "auto":
+        notes["prune"] = "--worker-cls given"
+    elif args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
+        notes["prune"] = "more than one rank: not in this version"
+    else:
+        args.worker_cls = PRUNING_WORKER
+
+
+def _let_scheduler_prune(config: VllmConfig, notes: dict[str, str]) -> None:
+    """Once vLLM has its scheduler: with a class of the user's own nothing would be released."""
+    if "prune" in notes:
+        return
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER  # in vLLM's own order, where kvcompile's is off
+    elif scheduler.scheduler_cls != SCHEDULER:
+        notes["prune"] = "--scheduler-cls given"
+        config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
 def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[str, str]) -> None:
     """Once vLLM has decided how it schedules: a checkpoint may bring speculative decoding of its own."""
     missing = compat.missing_of_scheduler()
@@ -177,7 +217,8 @@ def _check_model_first(args: EngineArgs, *, with_kv8: bool, with_linear: bool) -
         if with_kv8:
             # Not earlier: a checkpoint may have brought a speculative configuration of its own.
             checks.refuse_unsupported_with_kv8(args)
-            checks.refuse_kv8_without_compiler()
+            if _backend(args) is AttentionBackendEnum.CUSTOM:
+                checks.refuse_kv8_without_kernels(model, args.tensor_parallel_size)
         checks.refuse_unservable_linears(args, model, with_linear=with_linear)
         return model
 

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_WORKER, SCHEDULER, W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
 
 _SWAP = "attention_swap"
@@ -66,7 +66,10 @@ def unreachable(config: VllmConfig) -> str | None:
 
 def _kv8(config: VllmConfig) -> tuple[str, str | None]:
     size, itemsize = config.model_config.get_head_size(), config.model_config.dtype.itemsize
-    kernels = "torch CPU operators" if current_platform.is_cpu() else "CUDA kernels"
+    ours = config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    kernels = (
+        "torch CPU operators" if current_platform.is_cpu() else "CUDA kernels" if ours else "vLLM's Triton kernels"
+    )
     return f"{2 * (size + 4)} instead of {2 * size * itemsize} bytes per token and KV head, {kernels}", None
 
 
@@ -133,4 +136,15 @@ def _scheduler(config: VllmConfig) -> tuple[str, str | None]:
     return said, None
 
 
-_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear, "scheduler": _scheduler}
+def _prune(config: VllmConfig) -> tuple[str, str | None]:
+    options = config.additional_config[NAME]["prune"]
+    if not options["enabled"]:
+        return "", "prune.enabled=false"
+    if config.parallel_config.worker_cls != PRUNING_WORKER:
+        return "", f"worker {config.parallel_config.worker_cls}"
+    budget = options["budget_tokens"]
+    kept = f"{budget} tokens" if budget else f"{options['keep_ratio']:.0%}, at least {options['min_tokens']} tokens"
+    return f"{options['method']}, of a prompt {kept} kept", None
+
+
+_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear, "prune": _prune, "scheduler": _scheduler}

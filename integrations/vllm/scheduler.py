@@ -18,6 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvcompile.config import SchedulerConfig
+from kvcompile.integrations.vllm.active import PRUNING_WORKER
+from kvcompile.integrations.vllm.prune_scheduler import Pruning
 from kvcompile.integrations.vllm.schedule_queue import LengthQueue
 from kvcompile.presets import NAME
 from kvcompile.schedule.block_demand import BlockDemand, Holding
@@ -195,7 +197,19 @@ class LengthAwareAsyncScheduler(_LengthAware, AsyncScheduler):
     """For asynchronous scheduling, which counts tokens that are not there yet."""
 
 
+class PruningLengthAwareScheduler(Pruning, LengthAwareScheduler):
+    """The former, and pruned."""
+
+
+class PruningScheduler(Pruning, Scheduler):
+    """In vLLM's order, and pruned."""
+
+
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler for a configuration: vLLM calls what `scheduler_cls` names, once it knows how it schedules."""
-    asynchronous = vllm_config.scheduler_config.async_scheduling
-    return (LengthAwareAsyncScheduler if asynchronous else LengthAwareScheduler)(vllm_config=vllm_config, **kwargs)
+    options = vllm_config.additional_config[NAME]
+    if vllm_config.parallel_config.worker_cls == PRUNING_WORKER:  # of a CPU, where vLLM schedules synchronously
+        kind = PruningLengthAwareScheduler if options["scheduler"]["enabled"] else PruningScheduler
+    else:
+        kind = LengthAwareAsyncScheduler if vllm_config.scheduler_config.async_scheduling else LengthAwareScheduler
+    return kind(vllm_config=vllm_config, **kwargs)

@@ -143,8 +143,8 @@ def test_the_choices_and_defaults_are_those_of_the_design():
         "passes.norm_quant": True,
         "passes.swiglu_quant": True,
         "passes.attention_swap": True,
-        "prune.enabled": True,
-        "prune.method": "andpro",
+        "prune.enabled": False,
+        "prune.method": "blend",
         "prune.keep_ratio": 0.5,
         "prune.min_tokens": 544,
         "prune.budget_tokens": None,
@@ -162,7 +162,7 @@ def test_the_choices_and_defaults_are_those_of_the_design():
         "offload.max_scan_reqs": 3,
         "strict": False,
     }
-    assert OPTIONS["prune.method"].choices == ("andpro", "snapkv", "tova", "streaming", "critical", "random")
+    assert OPTIONS["prune.method"].choices == ("blend", "andpro", "snapkv", "tova", "streaming", "critical", "random")
     assert OPTIONS["prune.inline"].choices == ("auto", "always", "never")
 
 

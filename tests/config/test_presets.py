@@ -28,8 +28,10 @@ def test_switching_on_a_part_that_is_not_there_is_refused_and_switching_it_off_i
 
 
 def test_any_other_option_of_a_part_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^prune\.keep_ratio \(from environment KVCOMPILE_PRUNE_KEEP_RATIO\): "):
-        refuse_unavailable(resolve(environ={"KVCOMPILE_PRUNE_KEEP_RATIO": "0.25"}))
+    with pytest.raises(
+        UsageError, match=r"^offload\.max_scan_reqs \(from environment KVCOMPILE_OFFLOAD_MAX_SCAN_REQS\): "
+    ):
+        refuse_unavailable(resolve(environ={"KVCOMPILE_OFFLOAD_MAX_SCAN_REQS": "4"}))
 
 
 def test_asking_for_a_pass_that_is_not_there_is_refused_and_switching_it_off_is_not(monkeypatch) -> None:
@@ -49,6 +51,7 @@ def test_defaults_and_options_of_parts_that_are_there_pass() -> None:
 def test_only_options_of_parts_that_are_there_are_in_this_version() -> None:
     assert in_this_version("kv8.enabled")
     assert in_this_version("strict")
-    assert not in_this_version("prune.keep_ratio")
+    assert in_this_version("prune.keep_ratio")
+    assert not in_this_version("offload.max_scan_reqs")
     assert all(in_this_version(f"passes.{name}") for name in ("norm_quant", "swiglu_quant", "attention_swap"))
     assert not in_this_version("passes.another")

@@ -18,7 +18,7 @@ from tests.served_trace import (
     serve,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 TRACE = mixed(24)
 ABORTS = random_aborts(len(TRACE), 150)

@@ -92,8 +92,7 @@ def test_a_wrong_option_is_refused_with_its_key_its_range_and_the_flag_that_gave
 
 
 MISSING = {
-    "prune.keep_ratio": (0.25, "value-aware KV pruning"),
-    "prune.enabled": (True, "value-aware KV pruning"),
+    "offload.enabled": (True, "host offload of preempted requests"),
     "offload.cpu_bytes_to_use": (1 << 30, "host offload of preempted requests"),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CompilationMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import kvcompile
 from kvcompile.integrations.vllm import report
@@ -19,8 +20,8 @@ FUSIONS = "norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears not
 SPLIT = "no attention_swap: graphs are split at attention, where its backend does the same"
 PASSES = f"passes ({FUSIONS}, {SPLIT})"
 NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}
-MISSING = ", ".join(f"{part} (not in this version)" for part in ("prune", "offload"))
-NO_LINEAR = "linear (the checkpoint is not quantised)"
+MISSING = ", ".join(f"{part} (not in this version)" for part in ("offload",))
+NO_LINEAR = "linear (the checkpoint is not quantised), prune (prune.enabled=false)"
 SCHEDULER = "scheduler (by KV length, synchronous, blocks for 32 steps ahead, passed over by at most 2 batches)"
 
 KV8_OFF: dict[str, tuple[dict[str, Any], str]] = {
@@ -151,6 +152,8 @@ def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
     monkeypatch.setattr(report, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     said = report.startup_line(config, {})
     assert "kv8 (136 instead of 256 bytes per token and KV head, CUDA kernels)" in said
+    config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    assert "bytes per token and KV head, vLLM's Triton kernels)" in report.startup_line(config, {})
 
 
 def test_a_note_wins_over_the_state(build):

@@ -78,6 +78,7 @@ def test_rows_are_of_both_systems_and_the_step_time_of_vllm_s_steps(
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_engine_serves_the_mix_as_it_comes_and_times_its_steps(tiny_llama: Path) -> None:
     other = {

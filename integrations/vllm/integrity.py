@@ -1,0 +1,46 @@
+"""Whether scheduler, block manager and worker agree on who holds which block: for tests, after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+def check_integrity(scheduler: Any, runner: Any = None) -> None:
+    """Raise AssertionError with what disagrees.
+
+    scheduler: vLLM's or ours, with one cache group; runner: a V1 runner in the same process, between two steps.
+    """
+    manager = scheduler.kv_cache_manager
+    (single,) = manager.coordinator.single_type_managers
+    pool, tables = manager.block_pool, single.req_to_blocks
+    held = Counter(block.block_id for blocks in tables.values() for block in blocks if not block.is_null)
+    for block in pool.blocks:
+        if not block.is_null:
+            expected = held[block.block_id]
+            assert block.ref_cnt == expected, (
+                f"block {block.block_id} has {block.ref_cnt} owners and is in {expected} tables"
+            )
+    free, usable = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+    assert free + len(held) == usable, f"{free} blocks are free and {len(held)} held, of {usable}"
+    unknown = {request_id for request_id, blocks in tables.items() if blocks} - scheduler.requests.keys()
+    assert not unknown, f"blocks are held for requests that have ended: {unknown}"
+    for request_id, plan in getattr(single, "plans", {}).items():
+        assert request_id in scheduler.requests, f"a plan is left of {request_id}, which has ended"
+        blocks = tables.get(request_id, [])
+        null = next((i for i, block in enumerate(blocks) if not block.is_null), len(blocks))
+        expected = plan.released if request_id in single.committed else 0
+        assert null == expected, f"{request_id} begins with {null} null blocks, and {expected} were released"
+        hashed = sum(block.block_hash is not None for block in blocks)
+        assert hashed <= plan.released, f"{hashed} blocks of {request_id} can be hit; {plan.released} are not rewritten"
+    if runner is None:
+        return
+    pending = runner._jobs._to_release if hasattr(runner, "_jobs") else {}
+    for request_id, row in runner.input_batch.req_id_to_index.items():
+        if request_id not in tables:
+            continue  # ended in this step; the worker hears of it with the next
+        table = runner.input_batch.block_table[0]
+        ours = table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
+        ours[: pending.get(request_id, 0)] = [0] * pending.get(request_id, 0)
+        theirs = [block.block_id for block in tables[request_id]]
+        assert ours == theirs[: len(ours)], f"{request_id}: the worker has blocks {ours}, the scheduler {theirs}"

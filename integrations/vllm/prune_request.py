@@ -1,0 +1,26 @@
+"""What a request may say of its own pruning, in `vllm_xargs`: kv_budget_tokens, and kv_prune: false."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from kvcompile.config import PruneConfig
+from kvcompile.integrations.vllm.active import PRUNING_WORKER, is_active
+from kvcompile.presets import NAME
+from kvcompile.prune.plan import BUDGET, request_budget
+
+
+def refuse_wrong(config: VllmConfig, params: Any) -> None:
+    """Raise ValueError for what is not allowed, or cannot be had since this server does not prune."""
+    extra = getattr(params, "extra_args", None)
+    if not extra or not is_active(config):
+        return
+    options = PruneConfig(**config.additional_config[NAME]["prune"])
+    try:
+        budget = request_budget(extra, options, config.cache_config.block_size)
+    except ValueError as error:
+        raise ValueError(str(error)) from None
+    if budget and config.parallel_config.worker_cls != PRUNING_WORKER:
+        raise ValueError(f"{BUDGET} is {budget} and this server does not prune; leave it out")

@@ -1,0 +1,179 @@
+"""Pruning in a real engine on a CPU: the tokens of a plain Llama that keeps the same, and its books right all along."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompile.ops import prune
+from tests.engine import run_python
+from tests.llama_reference import Answer, Llama
+from tests.pruned_engine import FIELDS, Request, serve
+from tests.served_trace import random_llama
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+WINDOW, BUDGET, NEW = 16, 64, 24
+PRUNE = {"enabled": True, "budget_tokens": BUDGET, "window_tokens": WINDOW, "method": "andpro"}
+OPTIONS = {"prune": PRUNE}
+LENGTHS = (40, 64, 79, 80, 112, 149, 201, 256)
+
+
+def kept_of(tokens: int, budget: int = BUDGET, block_size: int = 16) -> int | None:
+    released = (tokens - budget) // block_size
+    return tokens - released * block_size if released > 0 else None
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(3, 1000) for _ in range(length)]
+
+
+def select(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: int) -> torch.Tensor:
+    method = prune.parse_method("andpro", window=WINDOW)
+    cache, row = prune.pages_of(keys, values)
+    scores = prune.prune_score(queries, cache, row, len(keys), queries.shape[-1] ** -0.5, method)
+    return prune.select(scores, method, kept)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_llama(tiny_llama / "config.json", tmp_path_factory.mktemp("prune") / "model")
+
+
+def requests(new: int = NEW, lengths: tuple[int, ...] = LENGTHS) -> list[Request]:
+    return [(prompt(length, seed), new, {}, None) for seed, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[Answer]:
+    llama = Llama(model)
+    return [
+        llama.generate(tokens, new, kept=kept_of(len(tokens)), window=WINDOW, select=select)
+        for tokens, new, *_ in requests()
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> list[Answer]:
+    llama = Llama(model)
+    return [llama.generate(tokens, new) for tokens, new, *_ in requests()]
+
+
+def assert_agree(answers: list[Answer], found: list[list[int]]) -> None:
+    assert all(map(Answer.agrees, answers, found))
+    # One answer or two may part at a tie; the others say something to the end.
+    assert sum(a.tokens == b for a, b in zip(answers, found, strict=True)) >= len(answers) - 2
+
+
+RELEASED = sum((n - kept_of(n)) // 16 for n in LENGTHS if kept_of(n))
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> list[dict]:
+    """Rounds on one engine: all requests, the same once more, each in its own way, some whose clients go away."""
+    own = requests()
+    ways = [{"kv_prune": False}, {}, {"kv_budget_tokens": 36 + 16}, {"kv_budget_tokens": 200}]
+    own = [(tokens, new, ways[i % 4], None) for i, (tokens, new, *_) in enumerate(own)]
+    leaving = [(tokens, new, {}, 1 + 3 * i if i % 2 else None) for i, (tokens, new, *_) in enumerate(requests())]
+    return serve(model, OPTIONS, [requests(), requests(), own, leaving])
+
+
+def test_tokens_are_those_of_a_llama_that_keeps_the_same_tokens(
+    served: list[dict], wanted: list[Answer], whole: list[Answer]
+) -> None:
+    run = served[0]
+    assert_agree(wanted, run["tokens"])
+    # Pruning changes answers here, so that equal ones say something; short prompts are not pruned.
+    changed = [a.tokens != b.tokens for a, b in zip(wanted, whole, strict=True)]
+    assert sum(changed) >= 3 and not any(changed[: LENGTHS.index(79)])
+    assert run["released_blocks"] == RELEASED
+    assert run["pruned_tokens"] == 16 * RELEASED
+
+
+def test_prompts_that_come_again_hit_what_was_not_rewritten_and_give_the_same(
+    served: list[dict], wanted: list[Answer]
+) -> None:
+    again = served[1]
+    assert again["tokens"] == served[0]["tokens"]
+    # All of a pruned prompt's released pages; of the others what stock would find: whole blocks before the last token.
+    assert again["hits"] == [(n - kept_of(n) if kept_of(n) else (n - 1) // 16 * 16) for n in LENGTHS]
+
+
+def test_a_request_is_pruned_as_it_asks(served: list[dict], model: Path, whole: list[Answer]) -> None:
+    llama = Llama(model)
+    answers = []
+    for i, (tokens, *_) in enumerate(requests()):
+        kept = kept_of(len(tokens), (10**6, BUDGET, 52, 200)[i % 4])
+        answers.append(
+            whole[i] if kept is None else llama.generate(tokens, NEW, kept=kept, window=WINDOW, select=select)
+        )
+    assert_agree(answers, served[2]["tokens"])
+
+
+def test_clients_that_go_away_leave_the_others_as_they_were(served: list[dict]) -> None:
+    for i, (found, tokens) in enumerate(zip(served[3]["tokens"], served[0]["tokens"], strict=True)):
+        assert found == (tokens if i % 2 == 0 else tokens[: len(found)])
+    assert any(len(found) < NEW for found in served[3]["tokens"])
+
+
+def test_every_block_is_free_at_the_end(served: list[dict]) -> None:
+    assert [run["left_blocks"] for run in served] == [0] * 4
+    assert [run["preemptions"] for run in served] == [0] * 4
+
+
+def test_chunks_of_a_prompt_give_what_it_gives_in_one_piece(model: Path, wanted: list[Answer]) -> None:
+    # Windows that two chunks share, and chunks that end within one.
+    (run,) = serve(model, OPTIONS, [requests()], max_num_batched_tokens=56, max_num_seqs=4)
+    assert_agree(wanted, run["tokens"])
+    assert run["released_blocks"] == RELEASED and run["left_blocks"] == 0
+
+
+def test_in_a_pool_where_vllm_preempts_pruned_requests_are_served_without(model: Path, wanted: list[Answer]) -> None:
+    pool = {"num_gpu_blocks_override": 40, "max_num_seqs": 8}
+    long = requests(lengths=(256, 201, 256, 149, 201, 256))
+    stock = {"kv8": {"enabled": True}, "prune": {"enabled": False}, "scheduler": {"enabled": False}}
+    (theirs,) = serve(model, stock, [long], **pool)
+    (ours,) = serve(model, OPTIONS, [long], **pool)
+    assert theirs["preemptions"] > 0
+    assert ours["preemptions"] == 0 and ours["left_blocks"] == 0
+    llama = Llama(model)
+    kept = {"window": WINDOW, "select": select}
+    answers = [llama.generate(tokens, new, kept=kept_of(len(tokens)), **kept) for tokens, new, *_ in long]
+    assert_agree(answers, ours["tokens"])
+
+
+def test_what_a_request_asks_wrongly_is_refused_and_the_server_goes_on(model: Path) -> None:
+    script = """
+        import json, os, sys
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM, SamplingParams, TokensPrompt
+        from kvcompile.presets import compilation_config
+
+        model, options, fields = json.loads(sys.argv[1])
+        fields = {**fields, "skip_tokenizer_init": True, "additional_config": {"kvcompile": options}}
+        llm = LLM(model, compilation_config=compilation_config(mode=0), **fields)
+        prompt = TokensPrompt(prompt_token_ids=list(range(3, 203)))
+        for given in ({"kv_budget_tokens": 10}, {"kv_prune": "maybe"}):
+            try:
+                llm.generate([prompt], SamplingParams(max_tokens=2, detokenize=False, extra_args=given), use_tqdm=False)
+            except ValueError as error:
+                print("REFUSED", error)
+        # Log-probabilities of a prompt that is there no more cannot be had: it is not pruned.
+        scored = SamplingParams(max_tokens=2, detokenize=False, prompt_logprobs=0, temperature=0)
+        several = SamplingParams(max_tokens=4, detokenize=False, n=3, seed=1)
+        found = llm.generate([prompt, prompt], [scored, several], use_tqdm=False)
+        print("SCORED", len(found[0].prompt_logprobs), "OUTPUTS", len(found[1].outputs))
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        print("RELEASED", scheduler.released_blocks)
+    """
+    said = run_python(script, json.dumps([str(model), OPTIONS, FIELDS]), timeout_s=600)
+    refused = [line for line in said.splitlines() if line.startswith("REFUSED ")]
+    assert [line.split()[1] for line in refused] == ["kv_budget_tokens", "kv_prune"]
+    assert "SCORED 200 OUTPUTS 3" in said
+    # Three answers to one prompt, each a request of its own: the first finds nothing in the cache.
+    assert f"RELEASED {3 * ((200 - BUDGET) // 16)}" in said

@@ -1,0 +1,93 @@
+"""When pruning is on: the worker and the scheduler that it takes, and what is in its way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvcompile.integrations.vllm import prune_request, report
+from kvcompile.integrations.vllm.active import PRUNING_WORKER, SCHEDULER
+from kvcompile.integrations.vllm.preset import startup_line
+
+STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def _options(**prune):
+    return {"additional_config": {"kvcompile": {"prune": {"enabled": True, **prune}}}}
+
+
+def test_by_default_nothing_is_pruned(build):
+    config = build()
+    assert config.parallel_config.worker_cls == STOCK_WORKER
+    assert "prune (prune.enabled=false)" in startup_line(config)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_it_takes_a_worker_and_a_scheduler_and_the_line_says_what_is_kept(build, ordered):
+    options = _options()
+    options["additional_config"]["kvcompile"]["scheduler"] = {"enabled": ordered}
+    config = build(**options)
+    assert config.parallel_config.worker_cls == PRUNING_WORKER
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert "prune (blend, of a prompt 50%, at least 544 tokens kept)" in startup_line(config).partition("not active")[0]
+
+
+def test_the_line_names_an_absolute_budget(build):
+    assert "prune (andpro, of a prompt 600 tokens kept)" in startup_line(
+        build(**_options(method="andpro", budget_tokens=600))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"worker_cls": STOCK_WORKER}, "--worker-cls given"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls given"),
+        ({"kv_cache_dtype": "fp8"}, "attention is not kvcompile's"),
+        ({"tensor_parallel_size": 2}, "more than one rank: not in this version"),
+    ],
+)
+def test_what_is_in_its_way_is_said_and_nothing_of_it_stays(build, fields, why):
+    config = build(**_options(), **fields)
+    assert f"prune ({why})" in startup_line(config).partition("not active")[2]
+    assert config.parallel_config.worker_cls == STOCK_WORKER
+
+
+def test_on_a_gpu_it_is_not_there_yet(build, monkeypatch):
+    from kvcompile.integrations.vllm import preset
+
+    notes = {}
+    monkeypatch.setattr(preset, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    ranks = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
+    args = SimpleNamespace(attention_backend="CUSTOM", worker_cls="auto", **ranks)
+    preset._apply_prune(args, preset.PruneConfig(enabled=True), notes)
+    assert (notes, args.worker_cls) == ({"prune": "not on a GPU in this version"}, "auto")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("inline", "always", "prune.inline=always"),
+        ("reprune_interval_tokens", 512, "prune.reprune_interval_tokens"),
+        ("method", "critical", "prune.method=critical"),
+    ],
+)
+def test_what_this_version_cannot_do_is_refused(refusal, option, value, said):
+    line = refusal(**_options(**{option: value}))
+    assert line == f"{said}: not in this version of kvcompile; remove it, or set prune.enabled=false"
+
+
+def test_a_request_that_asks_for_a_budget_where_nothing_is_pruned_is_refused(build):
+    params = SimpleNamespace(extra_args={"kv_budget_tokens": 600})
+    with pytest.raises(ValueError, match="kv_budget_tokens is 600 and this server does not prune; leave it out"):
+        prune_request.refuse_wrong(build(), params)
+    prune_request.refuse_wrong(build(**_options()), params)
+    prune_request.refuse_wrong(build(), SimpleNamespace(extra_args={"kv_prune": False}))
+    prune_request.refuse_wrong(build(), SimpleNamespace(extra_args=None))
+
+
+def test_the_state_names_a_worker_that_is_not_ours(build):
+    config = build(**_options())
+    config.parallel_config.worker_cls = "a.Worker"
+    assert "prune (worker a.Worker)" in report.startup_line(config, {})
