@@ -9,7 +9,8 @@ from typing import Any
 from tests.engine import run_python
 
 # Arguments, as JSON: the model, kvcompile's options (None: stock), fields of LLM, and rounds of requests: [prompt
-# tokens, new tokens, extra_args, step after which the client goes away or None]. Prints what became of each round.
+# tokens, new tokens, extra_args, step after which the client goes away or None]; and steps after which the prefix cache
+# is reset, in every round, with all that runs preempted. Prints what became of each round.
 SCRIPT = """
     import json, os, sys
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -17,7 +18,7 @@ SCRIPT = """
     from kvcompile.integrations.vllm.integrity import check_integrity
     from kvcompile.presets import compilation_config
 
-    model, options, fields, rounds = json.loads(sys.argv[1])
+    model, options, fields, rounds, resets = json.loads(sys.argv[1])
     extra = {} if options is None else {"additional_config": {"kvcompile": options}}
     compilation = {} if options is None else compilation_config(mode=0)
     fields = {**fields, "skip_tokenizer_init": True, "disable_log_stats": False}
@@ -54,6 +55,8 @@ SCRIPT = """
                 done[index], hits[index] = list(output.outputs[0].token_ids), output.num_cached_tokens
             steps += 1
             check()
+            if steps in resets:
+                assert llm.reset_prefix_cache(reset_running_requests=True)
             peak = max(peak, usable - pool.get_num_free_blocks())
             most_running = max(most_running, len(scheduler.running))
             for index, (*_, leaves) in enumerate(requests):
@@ -87,10 +90,16 @@ Request = tuple[list[int], int, dict[str, Any], int | None]
 
 
 def serve(
-    model: Path, options: dict[str, Any] | None, rounds: list[list[Request]], **fields: Any
+    model: Path,
+    options: dict[str, Any] | None,
+    rounds: list[list[Request]],
+    *,
+    resets: tuple[int, ...] = (),
+    **fields: Any,
 ) -> list[dict[str, Any]]:
     """What became of each round of requests, all served by one engine."""
-    said = run_python(SCRIPT, json.dumps([str(model), options, {**FIELDS, **fields}, rounds]), timeout_s=1200)
+    given = [str(model), options, {**FIELDS, **fields}, rounds, resets]
+    said = run_python(SCRIPT, json.dumps(given), timeout_s=1200)
     marked = [line.removeprefix("ROUND ") for line in said.splitlines() if line.startswith("ROUND ")]
     assert len(marked) == len(rounds), said[-3000:]
     return [json.loads(line) for line in marked]

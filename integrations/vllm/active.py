@@ -12,6 +12,8 @@ KV8_CACHE_DTYPE = "int8_per_token_head"
 W4A8_QUANTIZATION = "kvcompile_w4a8"
 # What vLLM calls to make the KV-length-aware scheduler.
 SCHEDULER = "kvcompile.integrations.vllm.scheduler.make_scheduler"
+# The same where requests are pruned and vLLM's own order is to stay.
+PRUNING_SCHEDULER = "kvcompile.integrations.vllm.scheduler.make_pruning_scheduler"
 # The worker of a CPU engine whose requests are pruned.
 PRUNING_WORKER = "kvcompile.integrations.vllm.prune_worker.PruningCPUWorker"
 

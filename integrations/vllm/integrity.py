@@ -31,8 +31,8 @@ def check_integrity(scheduler: Any, runner: Any = None) -> None:
         null = next((i for i, block in enumerate(blocks) if not block.is_null), len(blocks))
         expected = plan.released if request_id in single.committed else 0
         assert null == expected, f"{request_id} begins with {null} null blocks, and {expected} were released"
-        hashed = sum(block.block_hash is not None for block in blocks)
-        assert hashed <= plan.released, f"{hashed} blocks of {request_id} can be hit; {plan.released} are not rewritten"
+        hashed = [i for i, block in enumerate(blocks) if block.block_hash is not None and i >= plan.released]
+        assert not hashed, f"pages {hashed} of {request_id} can be hit and are rewritten"
     if runner is None:
         return
     pending = runner._jobs._to_release if hasattr(runner, "_jobs") else {}

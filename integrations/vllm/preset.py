@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from kvcompile.config import Kv8Config, KVCompileConfig, PruneConfig, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
 from kvcompile.integrations.vllm import checks, compat, report
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_WORKER, SCHEDULER
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_SCHEDULER, PRUNING_WORKER, SCHEDULER
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.integrations.vllm.request import Request
@@ -29,6 +29,8 @@ logger = init_logger("vllm.kvcompile")
 
 # No field of vLLM's, so an entry of the configuration's __dict__, as is the mark of a request.
 _SAID = "_kvcompile_startup_line"
+
+STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"  # what vLLM's CPU platform takes
 
 # Backends that read and write that layout: ours, and vLLM's own Triton kernels. The CPU platform would replace the
 # latter, with a line in its log, by kernels that take the int8 cache for fp8.
@@ -149,8 +151,6 @@ def _apply_prune(args: EngineArgs, config: PruneConfig, notes: dict[str, str]) -
         notes["prune"] = "attention is not kvcompile's"
     elif not current_platform.is_cpu():
         notes["prune"] = "not on a GPU in this version"
-    elif os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        notes["prune"] = "VLLM_USE_V2_MODEL_RUNNER=1 given"
     elif args.worker_cls != "auto":
         notes["prune"] = "--worker-cls given"
     elif args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
@@ -164,11 +164,14 @@ def _let_scheduler_prune(config: VllmConfig, notes: dict[str, str]) -> None:
     if "prune" in notes:
         return
     scheduler = config.scheduler_config
-    if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = SCHEDULER  # in vLLM's own order, where kvcompile's is off
-    elif scheduler.scheduler_cls != SCHEDULER:
+    if config.use_v2_model_runner:
+        notes["prune"] = "model runner V2: not in this version"
+    elif scheduler.scheduler_cls not in (None, SCHEDULER):
         notes["prune"] = "--scheduler-cls given"
-        config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+    elif scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = PRUNING_SCHEDULER
+    if "prune" in notes:
+        config.parallel_config.worker_cls = STOCK_CPU_WORKER
 
 
 def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[str, str]) -> None:

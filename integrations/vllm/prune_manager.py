@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
@@ -16,6 +17,8 @@ from vllm.v1.request import Request
 from kvcompile.config import PruneConfig, UsageError
 from kvcompile.prune import plan as planning
 from kvcompile.prune.plan import Plan
+
+logger = init_logger("vllm.kvcompile")
 
 
 class PruningManager(FullAttentionManager):
@@ -25,7 +28,7 @@ class PruningManager(FullAttentionManager):
     committed: set[str]
 
     def commit(self, request_id: str, epoch: int) -> int:
-        """The worker has moved the kept tokens: release the pages in front of them. Blocks that came free.
+        """The worker has moved the kept tokens: give up the pages in front of them. How many; others may hold them too.
 
         Those with a hash stay where prefix hits find them until they are needed; the others are used first. A late word
         of a request that has ended or been preempted since changes nothing: 0.
@@ -66,27 +69,37 @@ class PruningCacheManager(KVCacheManager):
         return manager
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        blocks, tokens = super().get_computed_blocks(request)
-        manager = self.pruning
-        plan = self.plan_of(request)
+        plans, plan = self.pruning.plans, self.plan_of(request)
         if plan is None:
-            manager.plans.pop(request.request_id, None)
-            return blocks, tokens
-        manager.plans[request.request_id] = plan
-        if tokens > plan.first:
-            # Pages from there on are this request's own to rewrite.
-            blocks = self.create_kv_cache_blocks(tuple(list(group)[: plan.released] for group in blocks.blocks))
-            tokens = plan.first
-        return blocks, tokens
+            plans.pop(request.request_id, None)
+            return super().get_computed_blocks(request)
+        plans[request.request_id] = plan
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        # Pages behind the released ones are this request's own to rewrite.
+        most = min(request.num_tokens - 1, plan.first)
+        blocks, tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, most)
+        if self.log_stats and self.prefix_cache_stats is not None:
+            preempted = request.num_preemptions > 0
+            self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=tokens, preempted=preempted)
+        return self.create_kv_cache_blocks(blocks), tokens
 
     def plan_of(self, request: Request) -> Plan | None:
-        """Of a request that is about to be admitted; None if it is not pruned."""
+        """Of a request that is about to be admitted; None if it is not pruned.
+
+        One that asks for the log-probabilities of its prompt stays whole: who looks at a prompt so closely has it all.
+        """
         manager = self.pruning
         sampling = request.sampling_params
         if sampling is None or sampling.prompt_logprobs is not None:
             return None
         config, block_size = manager.prune_config, manager.block_size
-        own = planning.request_budget(sampling.extra_args, config, block_size)
+        try:
+            own = planning.request_budget(sampling.extra_args, config, block_size)
+        except UsageError as error:
+            # Judged before, unless a caller has gone past vLLM's input processor: no reason to take the engine down.
+            logger.warning_once("a request is not pruned: %s", error)
+            return None
         return planning.plan(request.num_tokens, block_size, config, request.num_preemptions, own)
 
 

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from kvcompile.config import PruneConfig
 from kvcompile.integrations.vllm.active import PRUNING_WORKER, is_active
 from kvcompile.presets import NAME
-from kvcompile.prune.plan import BUDGET, request_budget
+from kvcompile.prune.plan import BUDGET, SWITCH, request_budget
 
 
 def refuse_wrong(config: VllmConfig, params: Any) -> None:
@@ -22,5 +22,8 @@ def refuse_wrong(config: VllmConfig, params: Any) -> None:
         budget = request_budget(extra, options, config.cache_config.block_size)
     except ValueError as error:
         raise ValueError(str(error)) from None
-    if budget and config.parallel_config.worker_cls != PRUNING_WORKER:
-        raise ValueError(f"{BUDGET} is {budget} and this server does not prune; leave it out")
+    asked = BUDGET if budget else SWITCH if SWITCH in extra and budget is None else None
+    if asked and config.parallel_config.worker_cls != PRUNING_WORKER:
+        raise ValueError(f"{asked} is {extra[asked]!r} and this server does not prune; leave it out")
+    if asked and params.prompt_logprobs is not None:
+        raise ValueError(f"{asked} is {extra[asked]!r} and prompt_logprobs are asked for, with which nothing is pruned")

@@ -44,8 +44,6 @@ class PruningRunner:
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         result = super()._update_states(scheduler_output)
-        for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            self._jobs.forget(request_id)
         # Here, where input of the step before can no longer be on its way to a device: vLLM holds that back until then.
         for request_id, released in self._jobs.take_released().items():
             (block_ids,) = self.requests[request_id].block_ids
@@ -64,6 +62,11 @@ class PruningRunner:
         return metadata, common
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        # Before anything of this step: an id may end and come again in it, and a preemption outside of `schedule()` (a
+        # reset of the prefix cache) shows by the resumption alone.
+        ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        for request_id in ended | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._jobs.forget(request_id)
         self._jobs.begin(getattr(scheduler_output, PLANS, {}))
         output = super().execute_model(scheduler_output, *args, **kwargs)
         self._acknowledged = self._jobs.end()
@@ -81,6 +84,8 @@ def install(runner: Any) -> None:
     """Make a V1 runner, which its worker has just made, prune."""
     config = PruneConfig(**runner.vllm_config.additional_config[NAME]["prune"])
     kind = type(runner)
+    if missing := [name for name in ("_update_states", "_build_attention_metadata") if not hasattr(kind, name)]:
+        raise RuntimeError(f"pruning needs vLLM's model runner V1; {kind.__name__} has no {' and no '.join(missing)}")
     runner.__class__ = type(f"Pruning{kind.__name__}", (PruningRunner, kind), {})
     layers = runner.model_config.get_num_layers(runner.parallel_config)
     runner._jobs = Jobs(config.window_tokens, layers, _selector(config), _move)

@@ -38,6 +38,9 @@ class Pruning(Scheduler):
         self.pruning = prune_manager.install(self.kv_cache_manager, self._prune_config)
         self.pruned_tokens = self.released_blocks = 0
 
+    def on_release(self) -> None:
+        """Blocks have come back while their request goes on."""
+
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
         plans, window = self.pruning.plans, self._prune_config.window_tokens
@@ -56,4 +59,5 @@ class Pruning(Scheduler):
             if blocks := self.pruning.commit(request_id, epoch):
                 self.released_blocks += blocks
                 self.pruned_tokens += self.pruning.plans[request_id].first
+                self.on_release()
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -10,8 +10,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
+from kvcompile.config import PruneConfig
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_WORKER, SCHEDULER, W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
+from kvcompile.prune.plan import least_budget
 
 _SWAP = "attention_swap"
 
@@ -143,6 +145,7 @@ def _prune(config: VllmConfig) -> tuple[str, str | None]:
     if config.parallel_config.worker_cls != PRUNING_WORKER:
         return "", f"worker {config.parallel_config.worker_cls}"
     budget = options["budget_tokens"]
+    budget = budget and max(budget, least_budget(PruneConfig(**options), config.cache_config.block_size))
     kept = f"{budget} tokens" if budget else f"{options['keep_ratio']:.0%}, at least {options['min_tokens']} tokens"
     return f"{options['method']}, of a prompt {kept} kept", None
 

@@ -105,7 +105,7 @@ class _LengthAware(Scheduler):
         free = pool.get_num_free_blocks()
         # Alone, a request has the whole pool, and vLLM does not start with a pool that is too small for one.
         if self.running and not self._lasts(holding, free - self._reserve_blocks):
-            # Until blocks are given back that can hardly change: what runs only takes more of them.
+            # Until blocks are given back that can hardly change: what runs and is not pruned only takes more.
             self._refused, self._ask_again_step = request, self.current_step + self.block_size
             return None
         blocks = self._manager.allocate_slots(request, num_new_tokens, **kwargs)
@@ -197,8 +197,15 @@ class LengthAwareAsyncScheduler(_LengthAware, AsyncScheduler):
     """For asynchronous scheduling, which counts tokens that are not there yet."""
 
 
-class PruningLengthAwareScheduler(Pruning, LengthAwareScheduler):
-    """The former, and pruned."""
+class PruningLengthAware(Pruning, _LengthAware):
+    """Whose requests are pruned, whichever way it schedules."""
+
+    def on_release(self) -> None:
+        self._refused = None
+
+
+class PruningLengthAwareScheduler(PruningLengthAware, LengthAwareScheduler):
+    """For synchronous scheduling, and pruned."""
 
 
 class PruningScheduler(Pruning, Scheduler):
@@ -207,9 +214,13 @@ class PruningScheduler(Pruning, Scheduler):
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler for a configuration: vLLM calls what `scheduler_cls` names, once it knows how it schedules."""
-    options = vllm_config.additional_config[NAME]
     if vllm_config.parallel_config.worker_cls == PRUNING_WORKER:  # of a CPU, where vLLM schedules synchronously
-        kind = PruningLengthAwareScheduler if options["scheduler"]["enabled"] else PruningScheduler
+        kind = PruningLengthAwareScheduler
     else:
         kind = LengthAwareAsyncScheduler if vllm_config.scheduler_config.async_scheduling else LengthAwareScheduler
     return kind(vllm_config=vllm_config, **kwargs)
+
+
+def make_pruning_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """As `make_scheduler`, where requests are pruned and kvcompile's order is off."""
+    return PruningScheduler(vllm_config=vllm_config, **kwargs)

@@ -136,15 +136,48 @@ def test_chunks_of_a_prompt_give_what_it_gives_in_one_piece(model: Path, wanted:
 def test_in_a_pool_where_vllm_preempts_pruned_requests_are_served_without(model: Path, wanted: list[Answer]) -> None:
     pool = {"num_gpu_blocks_override": 40, "max_num_seqs": 8}
     long = requests(lengths=(256, 201, 256, 149, 201, 256))
-    stock = {"kv8": {"enabled": True}, "prune": {"enabled": False}, "scheduler": {"enabled": False}}
-    (theirs,) = serve(model, stock, [long], **pool)
-    (ours,) = serve(model, OPTIONS, [long], **pool)
-    assert theirs["preemptions"] > 0
+    # In vLLM's own order both, so that pruning alone makes the difference.
+    order = {"scheduler": {"enabled": False}}
+    (theirs,) = serve(model, order, [long], **pool)
+    (ours,) = serve(model, {**OPTIONS, **order}, [long], **pool)
+    assert theirs["preemptions"] > 0 and theirs["released_blocks"] == 0
     assert ours["preemptions"] == 0 and ours["left_blocks"] == 0
+    assert ours["released_blocks"] == sum((len(r[0]) - kept_of(len(r[0]))) // 16 for r in long)
     llama = Llama(model)
     kept = {"window": WINDOW, "select": select}
     answers = [llama.generate(tokens, new, kept=kept_of(len(tokens)), **kept) for tokens, new, *_ in long]
     assert_agree(answers, ours["tokens"])
+
+
+def test_pages_of_128_tokens_preemption_and_a_reset_of_everything_that_runs(model: Path) -> None:
+    long = [(prompt(400, seed), 60, {}, None) for seed in range(5)]
+    pool = {"block_size": 128, "num_gpu_blocks_override": 10, "max_num_seqs": 4}
+    runs = serve(model, {**OPTIONS, "scheduler": {"enabled": False}}, [long, long], resets=(2, 9), **pool)
+    for run in runs:
+        assert [len(tokens) for tokens in run["tokens"]] == [60] * 5
+        assert run["left_blocks"] == 0
+        # 400 tokens less 4 + 16 + 128: a page of each request, and again of those that had to begin anew.
+        assert run["released_blocks"] > 5
+
+
+def test_a_worker_in_a_process_of_its_own_gives_the_same(model: Path, served: list[dict]) -> None:
+    script = """
+        import json, sys
+        from vllm import LLM, SamplingParams, TokensPrompt
+        from kvcompile.presets import compilation_config
+
+        if __name__ == "__main__":
+            model, options, fields, prompts, new = json.loads(sys.argv[1])
+            fields = {**fields, "skip_tokenizer_init": True, "additional_config": {"kvcompile": options}}
+            llm = LLM(model, compilation_config=compilation_config(mode=0), **fields)
+            sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+            found = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
+            print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in found]), flush=True)
+    """
+    given = [str(model), OPTIONS, FIELDS, [tokens for tokens, *_ in requests()], NEW]
+    said = run_python(script, json.dumps(given), timeout_s=600)
+    (line,) = [line for line in said.splitlines() if line.startswith("TOKENS ")]
+    assert json.loads(line.removeprefix("TOKENS ")) == served[0]["tokens"]
 
 
 def test_what_a_request_asks_wrongly_is_refused_and_the_server_goes_on(model: Path) -> None:
@@ -163,7 +196,7 @@ def test_what_a_request_asks_wrongly_is_refused_and_the_server_goes_on(model: Pa
                 llm.generate([prompt], SamplingParams(max_tokens=2, detokenize=False, extra_args=given), use_tqdm=False)
             except ValueError as error:
                 print("REFUSED", error)
-        # Log-probabilities of a prompt that is there no more cannot be had: it is not pruned.
+        # One that asks for the log-probabilities of its prompt stays whole.
         scored = SamplingParams(max_tokens=2, detokenize=False, prompt_logprobs=0, temperature=0)
         several = SamplingParams(max_tokens=4, detokenize=False, n=3, seed=1)
         found = llm.generate([prompt, prompt], [scored, several], use_tqdm=False)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvcompile.integrations.vllm import prune_request, report
-from kvcompile.integrations.vllm.active import PRUNING_WORKER, SCHEDULER
+from kvcompile.integrations.vllm.active import PRUNING_SCHEDULER, PRUNING_WORKER, SCHEDULER
 from kvcompile.integrations.vllm.preset import startup_line
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -29,7 +29,7 @@ def test_it_takes_a_worker_and_a_scheduler_and_the_line_says_what_is_kept(build,
     options["additional_config"]["kvcompile"]["scheduler"] = {"enabled": ordered}
     config = build(**options)
     assert config.parallel_config.worker_cls == PRUNING_WORKER
-    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.scheduler_config.scheduler_cls == (SCHEDULER if ordered else PRUNING_SCHEDULER)
     assert "prune (blend, of a prompt 50%, at least 544 tokens kept)" in startup_line(config).partition("not active")[0]
 
 
@@ -79,12 +79,17 @@ def test_what_this_version_cannot_do_is_refused(refusal, option, value, said):
 
 
 def test_a_request_that_asks_for_a_budget_where_nothing_is_pruned_is_refused(build):
-    params = SimpleNamespace(extra_args={"kv_budget_tokens": 600})
+    params = SimpleNamespace(extra_args={"kv_budget_tokens": 600}, prompt_logprobs=None)
     with pytest.raises(ValueError, match="kv_budget_tokens is 600 and this server does not prune; leave it out"):
         prune_request.refuse_wrong(build(), params)
     prune_request.refuse_wrong(build(**_options()), params)
     prune_request.refuse_wrong(build(), SimpleNamespace(extra_args={"kv_prune": False}))
     prune_request.refuse_wrong(build(), SimpleNamespace(extra_args=None))
+    with pytest.raises(ValueError, match="kv_prune is True and this server does not prune; leave it out"):
+        prune_request.refuse_wrong(build(), SimpleNamespace(extra_args={"kv_prune": True}, prompt_logprobs=None))
+    params.prompt_logprobs = 0
+    with pytest.raises(ValueError, match="kv_budget_tokens is 600 and prompt_logprobs are asked for"):
+        prune_request.refuse_wrong(build(**_options()), params)
 
 
 def test_the_state_names_a_worker_that_is_not_ours(build):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import pytest
 from kvcompile.config import PruneConfig, SchedulerConfig
 from kvcompile.integrations.vllm import replay
 from kvcompile.integrations.vllm.integrity import check_integrity
-from kvcompile.integrations.vllm.prune_scheduler import ACKNOWLEDGED, PLANS, Pruning
-from kvcompile.integrations.vllm.scheduler import LengthAwareAsyncScheduler, PruningLengthAwareScheduler
+from kvcompile.integrations.vllm.prune_scheduler import ACKNOWLEDGED, PLANS
+from kvcompile.integrations.vllm.scheduler import (
+    LengthAwareAsyncScheduler,
+    PruningLengthAware,
+    PruningLengthAwareScheduler,
+)
 from kvcompile.schedule.trace import Arrival
 from tests.integrations.replays import STEP
 
@@ -23,7 +28,7 @@ OPTIONS = {
 }
 
 
-class PruningAsyncScheduler(Pruning, LengthAwareAsyncScheduler):
+class PruningAsyncScheduler(PruningLengthAware, LengthAwareAsyncScheduler):
     """As it will be on a GPU."""
 
 
@@ -123,15 +128,33 @@ def test_pruned_requests_hold_what_they_keep() -> None:
     assert [blocks for _, blocks in run.outcome.blocks_used if blocks] == [19 - 14] * 5 + [19 - 14 + 1] * 14
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_blocks_that_a_prune_releases_are_there_for_the_next_request_at_once(asynchronous: bool) -> None:
+    trace = [Arrival(0.0, 400, 40, 40), Arrival(0.001, 400, 40, 40)]
+    _, run = replayed(trace, 40, asynchronous, always, max_num_batched_tokens=1024)
+    # The prompt's step, and those under way when its word comes.
+    assert run.outcome.lives[1].started_step <= run.outcome.lives[0].started_step + 3
+
+
+def test_what_a_request_asks_past_the_front_end_does_not_end_the_scheduler() -> None:
+    config = replay.replay_config(asynchronous=False, options=OPTIONS, max_model_len=4096, max_num_seqs=32)
+    scheduler = replay.make_scheduler(config, 90, PruningLengthAwareScheduler)
+    sampling = SimpleNamespace(prompt_logprobs=None, extra_args={"kv_budget_tokens": 10})
+    request = SimpleNamespace(sampling_params=sampling, num_tokens=1000, num_preemptions=0)
+    assert scheduler.kv_cache_manager.plan_of(request) is None
+
+
 def test_what_is_rewritten_is_never_hit() -> None:
-    """A prompt that comes again, whole: its hits end where the first one's pages were released."""
+    """A prompt that comes again and stays whole: its hits end where the first one's pages were released."""
     first, again = Arrival(0.0, 300, 5, 5, prefix_tokens=300), Arrival(9.0, 300, 5, 5, prefix_tokens=300)
     hits = []
     config = replay.replay_config(
         asynchronous=False, options=OPTIONS, max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=1024
     )
     scheduler = replay.make_scheduler(config, 90, PruningLengthAwareScheduler)
-    find = scheduler.kv_cache_manager.get_computed_blocks
+    manager = scheduler.kv_cache_manager
+    find, plan_of = manager.get_computed_blocks, manager.plan_of
+    manager.plan_of = lambda request: plan_of(request) if request.request_id == "0" else None
 
     def noted(request: Any) -> Any:
         found = find(request)
