@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kvcompile import __version__
+from kvcompile.config import KVCompileConfig
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME
 
@@ -18,7 +19,9 @@ def say_what_is_off(config: VllmConfig) -> None:
     if config.model_config is None or config.model_config.quantization != W4A8_QUANTIZATION:
         return
     how = "quantised while loading" if config.quant_config.group_sizes is None else "W4A8 checkpoint"
-    off = ", ".join(module.name for module in MODULES if module.available and module.name != "linear")
+    # Of what the flag alone would switch on.
+    parts = [module.name for module in MODULES if module.available and module.name != "linear"]
+    off = ", ".join(name for name in parts if getattr(getattr(KVCompileConfig(), name), "enabled", True))
     logger.info(
         "kvcompile %s: active: linear (%s); not active without --compilation-config %s: %s", __version__, how, NAME, off
     )

@@ -41,13 +41,16 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
 
     Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
     way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse. Nor has it
-    where every pass is switched off, or all but the attention swap, whose work is done without it too.
+    where every pass is switched off, or all but the attention swap, whose work is done without it too, or where pruning
+    is off.
     """
     off = why_not(config, notes)
     if config.model_config.quantization != W4A8_QUANTIZATION:
         off.pop("linear", None)
     if not set(_switched_on(config)) - {_SWAP}:
         off.pop("passes", None)
+    if not config.additional_config[NAME]["prune"]["enabled"]:
+        off.pop("prune", None)
     return off
 
 

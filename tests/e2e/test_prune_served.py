@@ -173,6 +173,8 @@ def test_a_worker_in_a_process_of_its_own_gives_the_same(model: Path, served: li
             sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             found = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
             print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in found]), flush=True)
+            # Not left to the end of the interpreter, which a thread of vLLM's may not survive.
+            llm.llm_engine.engine_core.shutdown()
     """
     given = [str(model), OPTIONS, FIELDS, [tokens for tokens, *_ in requests()], NEW]
     said = run_python(script, json.dumps(given), timeout_s=600)

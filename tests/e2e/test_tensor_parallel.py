@@ -40,6 +40,8 @@ SERVE = """
         tokens, scored = output.prompt_token_ids, output.prompt_logprobs[1:]
         values = [given[t].logprob for given, t in zip(scored, tokens[1:], strict=True)]
         print("SCORED", json.dumps([list(tokens), values]), flush=True)
+    # Not left to the end of the interpreter, which a thread of vLLM's does not survive if the engine takes its time.
+    llm.llm_engine.engine_core.shutdown()
 """
 INTERMEDIATE = 512  # of which each rank has whole groups
 
