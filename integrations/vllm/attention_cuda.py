@@ -11,7 +11,6 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -136,19 +135,9 @@ class KV8CUDABackend(KV8BackendBase):
     def get_builder_cls() -> type[KV8MetadataBuilder]:
         return KV8MetadataBuilder
 
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        if include_num_layers_dimension:
-            raise NotImplementedError("the KV8 cache is laid out layer by layer")
-        return (0, 1, 2, 3, 4)
-
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability >= OLDEST
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

@@ -35,7 +35,6 @@ class Decode(NamedTuple):
     combine: launch.Kernel
     shape: DecodeShape
     blocks: int  # pieces of the line
-    heads: int  # query heads
 
 
 def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -176,7 +175,6 @@ def decode_kernels(
         shape,
         # One block on a multiprocessor.
         max(1, found.multi_processor_count // (kv_heads // shape.group)),
-        kv_heads * ratio,
     )
 
 

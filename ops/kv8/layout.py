@@ -191,15 +191,21 @@ def _check_cache(op: str, cache: torch.Tensor, like: torch.Tensor, like_name: st
     if width != like.shape[2] + SCALE_BYTES:
         allowed = f"{like.shape[2] + SCALE_BYTES}: the head size of {like_name} and {SCALE_BYTES} bytes of scale"
         fail(op, "kv_cache", f"{width} bytes per head vector", allowed)
+    check_packed(op, "kv_cache", cache)
+
+
+def check_packed(op: str, name: str, cache: torch.Tensor) -> None:
+    """Raise ValueError unless a cache of five dimensions lies in memory as `kv_cache_shape` says, block by block."""
+    blocks, _, block_size, heads, width = cache.shape
     half = block_size * heads * width
     pitch, *inner = cache.stride()
     if inner != [half, heads * width, width, 1]:
         allowed = f"(any, {half}, {heads * width}, {width}, 1): blocks packed as (2, block_size, heads, bytes)"
-        fail(op, "kv_cache", f"strides {cache.stride()}", allowed)
-    if cache.shape[0] > 1 and (pitch < 2 * half or pitch % SCALE_BYTES):
-        fail(op, "kv_cache", f"a block stride of {pitch}", f"a multiple of {SCALE_BYTES} of at least {2 * half}")
+        fail(op, name, f"strides {cache.stride()}", allowed)
+    if blocks > 1 and (pitch < 2 * half or pitch % SCALE_BYTES):
+        fail(op, name, f"a block stride of {pitch}", f"a multiple of {SCALE_BYTES} of at least {2 * half}")
     if cache.storage_offset() % SCALE_BYTES:
-        fail(op, "kv_cache", f"storage offset {cache.storage_offset()}", f"a multiple of {SCALE_BYTES}")
+        fail(op, name, f"storage offset {cache.storage_offset()}", f"a multiple of {SCALE_BYTES}")
 
 
 def _check_vector(op: str, name: str, x: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> None:

@@ -128,7 +128,7 @@ def _decode_fake(
     layout.check_one_device("kv8_decode", **tensors, output=output)
 
 
-def _dequantise_cpu(
+def _dequantise(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     starts: torch.Tensor,
@@ -137,19 +137,7 @@ def _dequantise_cpu(
     values: torch.Tensor,
 ) -> None:
     layout.check_dequantise("kv8_dequantise", kv_cache, block_table, starts, begins, keys, values)
-    cpu_decode.dequantise(kv_cache, block_table, starts, begins, keys, values)
-
-
-def _dequantise_cuda(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    starts: torch.Tensor,
-    begins: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    layout.check_dequantise("kv8_dequantise", kv_cache, block_table, starts, begins, keys, values)
-    cuda.dequantise(kv_cache, block_table, starts, begins, keys, values)
+    (cuda if keys.is_cuda else cpu_decode).dequantise(kv_cache, block_table, starts, begins, keys, values)
 
 
 def _dequantise_fake(
@@ -175,6 +163,6 @@ register(
     "kv8_dequantise(Tensor kv_cache, Tensor block_table, Tensor starts, Tensor begins, Tensor(a!) keys, "
     "Tensor(b!) values) -> ()",
     fake=_dequantise_fake,
-    CPU=_dequantise_cpu,
-    CUDA=_dequantise_cuda,
+    CPU=_dequantise,
+    CUDA=_dequantise,
 )

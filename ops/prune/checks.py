@@ -12,6 +12,7 @@ from kvcompile.ops.kv8.layout import (
     HEAD_SIZES,
     SCALE_BYTES,
     check_block_size,
+    check_packed,
     check_scale,
     fail,
 )
@@ -154,15 +155,7 @@ def _check_cache(op: str, name: str, cache: torch.Tensor, device: torch.device) 
     check_block_size(op, block_size)
     if width - SCALE_BYTES not in HEAD_SIZES:
         fail(op, name, f"head size {width - SCALE_BYTES}", ", ".join(map(str, HEAD_SIZES)))
-    half = block_size * kv_heads * width
-    pitch, *inner = cache.stride()
-    if inner != [half, kv_heads * width, width, 1]:
-        allowed = f"(any, {half}, {kv_heads * width}, {width}, 1): blocks packed as (2, block_size, heads, bytes)"
-        fail(op, name, f"strides {cache.stride()}", allowed)
-    if blocks > 1 and (pitch < 2 * half or pitch % SCALE_BYTES):
-        fail(op, name, f"a block stride of {pitch}", f"a multiple of {SCALE_BYTES} of at least {2 * half}")
-    if cache.storage_offset() % SCALE_BYTES:
-        fail(op, name, f"storage offset {cache.storage_offset()}", f"a multiple of {SCALE_BYTES}")
+    check_packed(op, name, cache)
 
 
 def _check_row(op: str, row: torch.Tensor, length: int, kv_cache: torch.Tensor) -> None:
