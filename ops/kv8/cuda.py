@@ -140,7 +140,7 @@ def dequantise(
         WARPS * 32,
         (
             *(kv_cache, kv_cache.stride(0), block_table, block_table.stride(0), starts, begins),
-            *(begins.shape[0], heads, keys, values),
+            *(begins.shape[0], heads, tokens, keys, values),
         ),
         programmatic=True,
     )

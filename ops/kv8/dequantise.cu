@@ -2,7 +2,7 @@
 // takes. A warp for each token and KV head, keys and values.
 //
 // Workspace tokens starts[i] to starts[i + 1] are positions begins[i] and on of row i of the block table. The grid is for the
-// most tokens there can be; what starts[rows] leaves over ends at once, but for TAIL values of zeros.
+// most tokens there can be, `room`; what starts[rows] leaves over ends at once, but for TAIL values of zeros.
 //
 // Flash attention masks scores, not values: what it reads of values behind a row's last token is multiplied by a weight
 // of 0, which a NaN would survive. So values are finite there, and a token with a vector that is not finite has a NaN as
@@ -24,7 +24,7 @@ constexpr int TAIL = 256;  // no fewer tokens than a tile of flash attention has
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     kv8_dequantise(const signed char* __restrict__ cache, long long page_bytes, const int* __restrict__ block_table,
                    int table_pitch, const int* __restrict__ starts, const int* __restrict__ begins, int rows, int heads,
-                   unsigned short* __restrict__ keys, unsigned short* __restrict__ values) {
+                   int room, unsigned short* __restrict__ keys, unsigned short* __restrict__ values) {
     numeric::wait_for_previous();
     numeric::launch_dependents();
     const int lane = threadIdx.x & 31, item = blockIdx.x * WARPS + (threadIdx.x >> 5);
@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const int tokens = starts[rows];
     const long long at = (static_cast<long long>(token) * heads + head) * D;
     if (token >= tokens) {
-        for (int word = lane; token < tokens + TAIL && word < D / 4; word += 32)
+        const int end = min(tokens + TAIL, room);  // the last block has warps beyond the workspace
+        for (int word = lane; token < end && word < D / 4; word += 32)
             *reinterpret_cast<uint2*>(values + at + word * 4) = make_uint2(0, 0);
         return;
     }
