@@ -20,7 +20,7 @@ SIGNATURES = {
     "kv8_plan": "PiPiPP",
     "kv8_decode": "PqPqPiPPPifPPP",
     "kv8_combine": "PiiPPPii",
-    "kv8_dequantise": "PqPiPPiiPP",
+    "kv8_dequantise": "PqPiPPiiiPP",
 }
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 WARPS = 8  # of a block, in all kernels but kv8_decode and kv8_plan
