@@ -17,7 +17,8 @@ from rich.table import Table
 from kvcompile.config import UsageError
 from kvcompile.ops.kv8 import HEAD_SIZES
 from kvcompile.tools import bench_cuda, record
-from kvcompile.tools.bench_attention_systems import BLOCK_SIZE, SYSTEMS, Batch, make_batch
+from kvcompile.tools.bench_attention_batch import BLOCK_SIZE, Batch, make_batch
+from kvcompile.tools.bench_attention_systems import SYSTEMS
 from kvcompile.tools.bench_w4a8_systems import Unavailable, WrongResult
 
 SUMMARY = "time of attention over the int8 cache, against flash attention over a bf16 cache and vLLM's int8 kernels"

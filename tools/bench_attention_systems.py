@@ -5,81 +5,16 @@ cache as vLLM calls it, and vLLM's own int8 kernels. All of them store new token
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from kvcompile.ops.kv8 import kv8_decode, kv8_store, kv_cache_shape, plan_decode
+from kvcompile.tools.bench_attention_batch import BLOCK_SIZE, DTYPE, Batch
 from kvcompile.tools.bench_w4a8_systems import Unavailable
 
-BLOCK_SIZE = 16  # of a cache, vLLM's default on a GPU
+_FA3_SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 _SEGMENTS = 16  # of vLLM's int8 kernel, which uses them for that many rows at most
-DTYPE = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Batch:
-    """R rows of `context` tokens in the cache and `new` ones more, H query heads, G KV heads of size d.
-
-    key, value: bf16 [pages, BLOCK_SIZE, G, d], all tokens of all rows; page 0 is no row's.
-    query [R * new, H, d] and new_key, new_value [R * new, G, d]: the new tokens', which the pages hold too.
-    """
-
-    context: int
-    new: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    new_key: torch.Tensor
-    new_value: torch.Tensor
-    block_table: torch.Tensor
-    slots: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.block_table.shape[0]
-
-    @property
-    def scale(self) -> float:
-        return self.query.shape[2] ** -0.5
-
-    @cached_property
-    def seq_lens(self) -> torch.Tensor:
-        return self._whole(self.rows, self.context + self.new)
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        return torch.arange(self.rows + 1, dtype=torch.int32, device=self.query.device) * self.new
-
-    @cached_property
-    def output(self) -> torch.Tensor:
-        return torch.empty_like(self.query)
-
-    def _whole(self, count: int, value: int) -> torch.Tensor:
-        return torch.full((count,), value, dtype=torch.int32, device=self.query.device)
-
-
-def make_batch(
-    rows: int, context: int, new: int, heads: int, kv_heads: int, head_size: int, device: torch.device
-) -> Batch:
-    """Normal values, pages in random order."""
-    generator = torch.Generator(device).manual_seed(context + new)
-    per_row = -(-(context + new) // BLOCK_SIZE)
-    pages = rows * per_row + 1
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=DTYPE)
-
-    key, value = (draw(pages, BLOCK_SIZE, kv_heads, head_size) for _ in range(2))
-    # Page 0 would be the null block, whose place in front of a row is not attended to.
-    order = torch.randperm(pages - 1, generator=generator, device=device).int() + 1
-    table = order.view(rows, per_row)
-    positions = torch.arange(context, context + new, device=device)
-    slots = (table[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
-    taken = (x.flatten(0, 1)[slots].clone() for x in (key, value))
-    return Batch(context, new, draw(rows * new, heads, head_size), key, value, *taken, table, slots)
 
 
 class System(Protocol):
@@ -125,9 +60,10 @@ class KVCompile:
 
 
 class FlashBF16:
-    """vLLM's flash attention, in the version that it picks, over a paged bf16 cache.
+    """vLLM's flash attention, in the version that it picks, over a paged bf16 cache, planned as vLLM plans it.
 
-    It plans each call itself; vLLM may plan once for all layers of a step, as `KVCompile` does here.
+    FA3's schedule is made once for all layers of a step, as `KVCompile` makes its own; the bound on splits is that of
+    steps that run as CUDA graphs.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -141,6 +77,27 @@ class FlashBF16:
         self._version = fa_utils.get_flash_attn_version(head_size=batch.query.shape[2])
         self.label = f"fa{self._version}-bf16"
         self._one = torch.ones((), device=batch.query.device)
+        self._splits = _FA3_SPLITS if self._version == 3 and batch.new == 1 else 0
+        self._schedule = self._fa3_schedule() if self._version == 3 else None
+
+    def _fa3_schedule(self) -> torch.Tensor:
+        from vllm.v1.attention.backends import fa_utils
+
+        b = self._batch
+        return fa_utils.get_scheduler_metadata(
+            batch_size=b.rows,
+            max_seqlen_q=b.new,
+            max_seqlen_k=b.context + b.new,
+            num_heads_q=b.query.shape[1],
+            num_heads_kv=b.new_key.shape[1],
+            headdim=b.query.shape[2],
+            cache_seqlens=b.seq_lens,
+            qkv_dtype=DTYPE,
+            cu_seqlens_q=b.starts,
+            page_size=BLOCK_SIZE,
+            causal=True,
+            num_splits=self._splits,
+        )
 
     def __call__(self) -> None:
         b = self._batch
@@ -158,6 +115,8 @@ class FlashBF16:
             block_table=b.block_table,
             out=b.output,
             fa_version=self._version,
+            scheduler_metadata=self._schedule,
+            num_splits=self._splits,
         )
 
 

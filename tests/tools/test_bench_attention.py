@@ -13,7 +13,8 @@ from kvcompile.cli import main
 from kvcompile.ops.kv8 import reference
 from kvcompile.tools import bench_attention, bench_cuda
 from kvcompile.tools.bench_attention import Case
-from kvcompile.tools.bench_attention_systems import KVCompile, make_batch
+from kvcompile.tools.bench_attention_batch import make_batch
+from kvcompile.tools.bench_attention_systems import KVCompile
 
 CPU = torch.device("cpu")
 CASES = (Case("decode", 3, 40, 1), Case("decode", 1, 99, 1), Case("prefill", 1, 0, 32))
