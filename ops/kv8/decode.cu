@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
     const int group0 = blockIdx.y * GROUP;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FULL_ARRIVALS), barrier_init(empty + 8 * i, WARPS);
-#if __CUDA_ARCH__ >= 900
+#if BULK_COPIES
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
@@ -71,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
         }
+        copies_end();
         return;
     }
 

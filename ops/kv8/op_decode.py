@@ -68,7 +68,8 @@ def kv8_dequantise(
     keys, values: [W, G, d] of one dtype, contiguous. Each element is data * scale in fp32, rounded once.
 
     For flash attention, which multiplies values that it masks by 0: where a key or a value of a token is not finite,
-    its key is NaN and its value 0, and 256 values from starts[R] on are zeros. What else lies there is left as it is.
+    its key is NaN and its value 0, and the values of the 256 tokens from starts[R] on, or up to W, are zeros. What
+    else lies there is left as it is.
 
     Raises ValueError naming the argument that does not fit.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -91,6 +93,26 @@ def test_decode_of_every_ratio_of_heads_is_that_of_float64(block_size: int, head
     rows = [(n - 1, 1) for n in (1, 16, 65, 700)]
     batch = make_batch(rows, heads=heads, kv_heads=kv_heads, head_size=128, block_size=block_size)
     _assert_like_reference(batch, _decode(batch, planned=True))
+
+
+@pytest.fixture
+def before_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The copies of architectures before compute capability 9.0, and the 99 KiB of shared memory of 8.6 and 8.9."""
+    defines, shape = cuda.decode_defines, cuda.decode_shape
+    monkeypatch.setattr(cuda, "decode_defines", lambda *given: {**defines(*given), "BULK_COPIES": 0})
+    monkeypatch.setattr(cuda, "decode_shape", lambda *given: shape(*given[:-1], 99 << 10))
+    cuda.decode_kernels.cache_clear()
+    yield
+    cuda.decode_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(32, 8, 128), (9, 3, 80), (8, 1, 256), (32, 32, 64)])
+def test_decode_by_the_copies_of_older_architectures_is_that_of_float64(
+    before_hopper: None, heads: int, kv_heads: int, head_size: int, lengths: list[int]
+) -> None:
+    batch = make_batch([(n - 1, 1) for n in lengths], heads=heads, kv_heads=kv_heads, head_size=head_size)
+    _assert_like_reference(batch, _decode(batch))
 
 
 def test_rows_without_tokens_give_zeros_wherever_they_stand() -> None:
