@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 
 from kvcompile.config import UsageError
-from kvcompile.tools import bench_act_quant, bench_attention, bench_decode, bench_schedule, bench_serve, bench_w4a8
+from kvcompile.tools import (
+    bench_act_quant,
+    bench_attention,
+    bench_decode,
+    bench_prune,
+    bench_schedule,
+    bench_serve,
+    bench_w4a8,
+)
 
 _BENCHMARKS = {
     "decode": bench_decode,
     "attention": bench_attention,
     "w4a8": bench_w4a8,
     "act-quant": bench_act_quant,
+    "prune": bench_prune,
     "schedule": bench_schedule,
     "serve": bench_serve,
 }

@@ -18,6 +18,8 @@ from kvcompile.ops.kv8.layout import (
 )
 from kvcompile.ops.prune.methods import METHODS, Method
 
+MOST_STAGES = 3  # of a selection
+
 
 def check_score(
     query: torch.Tensor,
@@ -72,16 +74,41 @@ def check_parameters(sink: int, kernel: int, epsilon: float, seed: int) -> None:
         fail(op, "seed", seed, "0 to 4294967295")
 
 
-def check_select(scores: torch.Tensor, method: Method, keep: int) -> None:
+def check_stages(scores: torch.Tensor, method: Method) -> None:
+    """Raise ValueError unless there are scores for each of the method's stages."""
+    stages = len(method.stages)
+    if scores.dim() == 3 and scores.shape[0] != stages:
+        fail("prune_select", "scores", f"{scores.shape[0]} stages", f"the {stages} of {method.NAME}")
+
+
+def check_select(
+    scores: torch.Tensor,
+    keep: int,
+    sink: int,
+    window: int,
+    shares: list[float],
+    chunks: list[int],
+    reduces: list[str],
+) -> None:
     """Raise ValueError unless `keep` tokens can be selected by `scores`."""
     op = "prune_select"
-    stages = len(method.stages)
     if scores.dim() != 3 or scores.dtype != torch.float32:
         fail(op, "scores", _tensor(scores), "torch.float32 [stages, KV heads, tokens]")
-    if scores.shape[0] != stages:
-        fail(op, "scores", f"{scores.shape[0]} stages", f"the {stages} of {method.NAME}")
-    length, least = scores.shape[2], method.always_kept
-    kept = f"{least}: sink {method.sink} and window {method.window}"
+    if not 1 <= scores.shape[0] <= MOST_STAGES:
+        fail(op, "scores", f"{scores.shape[0]} stages", f"1 to {MOST_STAGES}")
+    for name, values in (("shares", shares), ("chunks", chunks), ("reduces", reduces)):
+        if len(values) != scores.shape[0]:
+            fail(op, name, f"{len(values)}", f"one for each of the {scores.shape[0]} stages of scores")
+    if not all(0 <= share <= 1 for share in shares) or sum(shares[:-1]) > 1 + 1e-9:
+        fail(op, "shares", shares, "numbers from 0 to 1, and no more than 1 together but for the last")
+    if min(chunks) < 1:
+        fail(op, "chunks", chunks, "numbers from 1")
+    if not {"sum", "max"}.issuperset(reduces):
+        fail(op, "reduces", reduces, "sum, max")
+    if sink < 0 or window < 0:
+        fail(op, "sink", f"{sink} and a window of {window}", "0 or more of each")
+    length, least = scores.shape[2], sink + window
+    kept = f"{least}: sink {sink} and window {window}"
     if length < least:
         fail(op, "scores", f"{length} tokens", f"at least {kept}")
     if keep < least:
@@ -122,24 +149,60 @@ def check_compact(
             fail(op, name, f"shape {tuple(keep.shape)}", allowed)
 
 
-def check_blocks(op: str, block_table_row: torch.Tensor, length: int, kv_cache: torch.Tensor) -> None:
-    """Raise ValueError unless the row's columns up to `length` hold different blocks of the cache. Reads the row."""
-    held = block_table_row[: -(-length // kv_cache.shape[2])].sort().values
+def check_copy(
+    source_cache: torch.Tensor,
+    source_row: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    keep: torch.Tensor,
+    first: int,
+) -> None:
+    """Raise ValueError unless the arguments of `prune_copy` fit each other, before anything is written."""
+    op = "prune_copy"
+    _check_cache(op, "source_cache", source_cache, keep.device)
+    _check_cache(op, "kv_cache", kv_cache, keep.device)
+    if source_cache.data_ptr() == kv_cache.data_ptr():
+        fail(op, "source_cache", "kv_cache itself", "another tensor; prune_compact moves tokens within one")
+    kv_heads, width = source_cache.shape[3:]
+    if (kv_heads, width) != tuple(kv_cache.shape[3:]):
+        given = f"{kv_cache.shape[3]} heads of {kv_cache.shape[4] - SCALE_BYTES}"
+        fail(op, "kv_cache", given, f"those of source_cache: {kv_heads} of {width - SCALE_BYTES}")
+    if keep.dim() != 2 or keep.dtype != torch.int32:
+        fail(op, "keep", _tensor(keep), "torch.int32 [KV heads, kept tokens]")
+    if keep.shape[0] != kv_heads or keep.shape[1] < 1:
+        fail(op, "keep", f"shape {tuple(keep.shape)}", f"({kv_heads}, 1 or more): KV heads, kept tokens")
+    if first < 0:
+        fail(op, "first", first, "0 or more")
+    _check_row(op, source_row, keep.shape[1], source_cache, "source_row", "keep")
+    _check_row(op, block_table_row, first + keep.shape[1], kv_cache, given="first + kept")
+
+
+def check_blocks(
+    op: str,
+    row: torch.Tensor,
+    length: int,
+    kv_cache: torch.Tensor,
+    begin: int = 0,
+    name: str = "block_table_row",
+) -> None:
+    """Raise ValueError unless the columns of positions [begin, length) hold different blocks. Reads the row."""
+    block_size = kv_cache.shape[2]
+    held = row[begin // block_size : -(-length // block_size)].sort().values
     if int(held[0]) < 0 or int(held[-1]) >= kv_cache.shape[0]:
         outside = int(held[0]) if int(held[0]) < 0 else int(held[-1])
-        fail(op, "block_table_row", f"block {outside}", f"0 to {kv_cache.shape[0] - 1}")
+        fail(op, name, f"block {outside}", f"0 to {kv_cache.shape[0] - 1}")
     repeated = held[1:][held.diff() == 0]
     if repeated.numel():
         allowed = "each block once: a row without its released columns"
-        fail(op, "block_table_row", f"block {int(repeated[0])} twice", allowed)
+        fail(op, name, f"block {int(repeated[0])} twice", allowed)
 
 
-def check_keep(keep: torch.Tensor, layer: int, length: int) -> None:
+def check_keep(op: str, name: str, keep: torch.Tensor, length: int) -> None:
     """Raise ValueError unless each row of `keep` ascends strictly within [0, length). Reads it."""
     if int(keep[:, 0].min()) < 0 or int(keep[:, -1].max()) >= length or bool((keep.diff(dim=1) <= 0).any()):
         lowest, highest = (int(x) for x in torch.aminmax(keep))
         given = f"positions from {lowest} to {highest}"
-        fail("prune_compact", f"keeps[{layer}]", given, f"positions that ascend, each once, from 0 to {length - 1}")
+        fail(op, name, given, f"positions that ascend, each once, from 0 to {length - 1}")
 
 
 def _check_cache(op: str, name: str, cache: torch.Tensor, device: torch.device) -> None:
@@ -158,14 +221,22 @@ def _check_cache(op: str, name: str, cache: torch.Tensor, device: torch.device) 
     check_packed(op, name, cache)
 
 
-def _check_row(op: str, row: torch.Tensor, length: int, kv_cache: torch.Tensor) -> None:
+def _check_row(
+    op: str,
+    row: torch.Tensor,
+    length: int,
+    kv_cache: torch.Tensor,
+    name: str = "block_table_row",
+    given: str = "length",
+) -> None:
+    """A block table row called `name` with room for `length` tokens, which are those of the argument `given`."""
     if row.dim() != 1 or row.dtype != torch.int32:
-        fail(op, "block_table_row", _tensor(row), "torch.int32 of one dimension")
+        fail(op, name, _tensor(row), "torch.int32 of one dimension")
     if row.device != kv_cache.device:
-        fail(op, "block_table_row", row.device, f"the device of the cache: {kv_cache.device}")
+        fail(op, name, row.device, f"the device of the cache: {kv_cache.device}")
     if length > row.shape[0] * kv_cache.shape[2]:
-        room = f"at most the {row.shape[0] * kv_cache.shape[2]} that block_table_row has room for"
-        fail(op, "length", f"{length} tokens", room)
+        room = f"at most the {row.shape[0] * kv_cache.shape[2]} that {name} has room for"
+        fail(op, given, f"{length} tokens", room)
 
 
 def _tensor(x: torch.Tensor) -> str:

@@ -35,7 +35,7 @@ def score(
     """fp32 [stages, G, T] as `op.prune_score`, whose checks the arguments have passed; 0 where nothing is evictable."""
     window = query.shape[0]
     evictable = range(sink, max(sink, length - window))
-    stages = 2 if method in ("critical", "blend") else 1
+    stages = {"critical": 2, "blend": 2, "robust": 3}.get(method, 1)
     scores = query.new_zeros((stages, kv_cache.shape[3], length), dtype=torch.float32)
     if not evictable:
         return scores
@@ -48,8 +48,12 @@ def score(
         return scores
 
     rows = _Observation(query[-1:] if method == "tova" else query, kv_cache, block_table_row, length, scale)
-    if method in ("andpro", "blend"):
-        _anchored(rows, scores, evictable, kernel)
+    if method in ("andpro", "blend", "robust"):
+        _anchored(rows, scores, evictable, kernel, pool_last=method == "robust")
+        if method == "robust":
+            scores[2, :, span] = _key_difference(rows, evictable).mean(0)
+    elif method == "keydiff":
+        scores[0, :, span] = _key_difference(rows, evictable)
     elif method == "tova":
         rows.measure(evictable)
         for begin, end in rows.tiles(evictable):
@@ -64,18 +68,37 @@ def score(
     return scores
 
 
-def _anchored(rows: _Observation, scores: torch.Tensor, evictable: range, kernel: int) -> None:
-    """AnDPro's scores into `scores[0]`; into `scores[1]`, where there is one, the last query's mean attention."""
+def _anchored(rows: _Observation, scores: torch.Tensor, evictable: range, kernel: int, pool_last: bool) -> None:
+    """AnDPro's scores into `scores[0]`; into `scores[1]`, where there is one, the last query's mean attention.
+
+    That is of pooled weights with `pool_last`.
+    """
     reach = kernel // 2
     anchor = rows.measure(evictable, reach)
     for begin, end in rows.tiles(evictable):
         weights = rows.weights(begin, end, reach)
         values = pages.read(rows.cache, rows.row, pages.VALUES, begin, end)
         projected = torch.bmm(anchor, values.transpose(1, 2))
-        scores[0, :, begin:end] = projected.mul_(max_pool(weights, kernel)).sum(1)
-        if scores.shape[0] == 2:
-            last = rows.per_head(weights)[:, :, -1, reach : reach + end - begin]
-            scores[1, :, begin:end] = last.mean((0, 1))
+        pooled = max_pool(weights, kernel)
+        scores[0, :, begin:end] = projected.mul_(pooled).sum(1)
+        if scores.shape[0] > 1:
+            seen = pooled if pool_last else weights[..., reach : reach + end - begin]
+            scores[1, :, begin:end] = rows.per_head(seen)[:, :, -1].mean((0, 1))
+
+
+def _key_difference(rows: _Observation, evictable: range) -> torch.Tensor:
+    """KeyDiff's scores [G, evictable tokens]."""
+    mean = rows.query.new_zeros((rows.kv_heads, 1, rows.query.shape[2]))
+    for begin, end in rows.tiles(range(rows.length)):
+        keys = pages.read(rows.cache, rows.row, pages.KEYS, begin, end)
+        mean += F.normalize(keys, dim=-1).sum(1, keepdim=True)
+    mean = F.normalize(mean, dim=-1)
+    scores = mean.new_empty((rows.kv_heads, len(evictable)))
+    for begin, end in rows.tiles(evictable):
+        keys = pages.read(rows.cache, rows.row, pages.KEYS, begin, end)
+        alike = (F.normalize(keys, dim=-1) * mean).sum(-1)
+        scores[:, begin - evictable.start : end - evictable.start] = -alike
+    return scores
 
 
 def _window_attention(rows: _Observation, evictable: range, kernel: int) -> torch.Tensor:

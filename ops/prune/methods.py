@@ -17,7 +17,7 @@ SCORE_PARAMETERS = ("sink", "kernel", "epsilon", "seed")  # those that scores de
 
 @dataclass(frozen=True)
 class Stage:
-    """One ranking by which tokens are taken; a method has one or two, each with its own scores [G, T].
+    """One ranking by which tokens are taken; a method has one to three, each with its own scores [G, T].
 
     share: part of the evictable budget that this stage may take, in whole chunks; the last stage takes what is left.
     chunk: tokens that are taken together. reduce: score of a chunk from those of its tokens, "sum" or "max".
@@ -166,8 +166,50 @@ class Blend(Method):
         return Stage(share=self.anchor, chunk=self.chunk, reduce="sum"), Stage(chunk=self.chunk, reduce="max")
 
 
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """J. Park, D. Jones, M. J. Morse, R. Goel, M. Lee, C. Lott: KeyDiff: Key Similarity-Based KV Cache Eviction for
+    Long-Context LLM Inference in Resource-Constrained Environments. arXiv:2504.15364, 2025.
+
+    s[t] = - cos(k_t, m)            m = mean over all T tokens of k_t / |k_t|, per KV head
+    The keys least like the others. Reads no queries: it cannot be misled by where the question is.
+    """
+
+    NAME: ClassVar[str] = "keydiff"
+
+
+@dataclass(frozen=True)
+class Robust(Method):
+    """What the window asks about, what the last query looks at, and, of what is left, what is unlike the rest.
+
+    First stage: the share `anchor` of the budget in whole chunks by AnDPro's sum. Second: the share `last` in whole
+    chunks by the maximum of the mean over all H heads of the layer of A'[last query, t], pooled as for AnDPro. Third:
+    what is left in chunks by the sum of the mean over the G KV heads of KeyDiff's s[t]. anchor + last is at most 1.
+    """
+
+    kernel: int = 7
+    chunk: int = 4
+    anchor: float = 0.3
+    last: float = 0.5
+
+    NAME: ClassVar[str] = "robust"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchor + self.last > 1:
+            raise ValueError(f"robust: anchor + last: given {self.anchor} + {self.last}, allowed at most 1")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage(share=self.anchor, chunk=self.chunk, reduce="sum"),
+            Stage(share=self.last, chunk=self.chunk, reduce="max"),
+            Stage(chunk=self.chunk, reduce="sum"),
+        )
+
+
 METHODS: dict[str, type[Method]] = {
-    method.NAME: method for method in (AnDPro, SnapKV, TOVA, Streaming, CriticalKV, Random, Blend)
+    method.NAME: method for method in (AnDPro, SnapKV, TOVA, Streaming, CriticalKV, Random, Blend, KeyDiff, Robust)
 }
 
 
@@ -194,6 +236,7 @@ _ALLOWED: dict[str, tuple[Any, Any, str]] = {
     "chunk": _COUNT,
     "first_stage": _SHARE,
     "anchor": _SHARE,
+    "last": _SHARE,
     "epsilon": ((int, float), lambda x: 0 <= x < float("inf"), "a finite number from 0"),
     "seed": (int, lambda x: 0 <= x < 2**32, "a whole number from 0 to 4294967295"),
 }

@@ -1,4 +1,4 @@
-"""The operators `kvcompile::prune_score` and `kvcompile::prune_compact`: schemas, fakes, checks, their Python names.
+"""The operator `kvcompile::prune_score`: its schema, fake, checks and Python name.
 
 T = length tokens of one request, W observation queries, H query heads, G KV heads with H a multiple of G, d head size;
 `kv8/layout.py` has the cache. A request is pruned when the last token of its prompt is in the cache: score every layer,
@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.ops.kv8.layout import check_one_device, fail
 from kvcompile.ops.library import register
-from kvcompile.ops.prune import checks, cpu, cpu_compact
+from kvcompile.ops.prune import checks, cpu, cuda
 from kvcompile.ops.prune.methods import METHODS, Method
 
 
@@ -44,6 +44,9 @@ def prune_score(
     Arithmetic in fp32; memory beyond inputs and result is bounded, whatever T. Slots that no position below T maps to
     are never read into a score. Under tensor parallelism "all heads of the layer" are those of the rank.
 
+    On CUDA (cuda.py): bf16 and fp16 queries; products in fp16 with fp32 sums; a kernel of at most 33 for `andpro` and
+    `blend`; fp32 [H, T] of memory; nothing waits for the device, and contents of tensors are not checked.
+
     Raises ValueError naming the argument that does not fit.
     """
     if query.dim() == 3 and query.shape[0] != method.window:
@@ -58,28 +61,6 @@ def prune_score(
         output_weight=output_weight,
         **method.score_parameters,
     )
-
-
-def prune_compact(
-    kv_caches: list[torch.Tensor],
-    block_table_row: torch.Tensor,
-    keeps: list[torch.Tensor],
-    length: int,
-    first: int,
-) -> None:
-    """Move the kept tokens of one request to its last positions: keep[g, j] of head g to position first + j.
-
-    kv_caches: int8 (num_blocks, 2, block_size, G, d + 4) of each layer, written in place; one block size.
-    block_table_row: int32 [columns], the request's blocks in every layer.
-    keeps: int32 [G, K] of each layer, each row ascending, as `select` returns them.
-    length: T. first: T - K, a multiple of the block size. Positions [first, T) are all rewritten; those before are left
-        as they are, for their blocks to be released; no other slot is touched. first = 0 (K = T) changes no byte.
-
-    Keys, values and scales move as bytes, d + 4 a vector. Everything is checked before the first byte is written.
-
-    Raises ValueError naming the argument that does not fit.
-    """
-    torch.ops.kvcompile.prune_compact(kv_caches, block_table_row, keeps, length, first)
 
 
 def _score_cpu(
@@ -99,6 +80,26 @@ def _score_cpu(
     checks.check_parameters(sink, kernel, epsilon, seed)
     checks.check_blocks("prune_score", block_table_row, length, kv_cache)
     return cpu.score(
+        query, kv_cache, block_table_row, length, scale, method, sink, kernel, epsilon, seed, output_weight
+    )
+
+
+def _score_cuda(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    length: int,
+    scale: float,
+    method: str,
+    sink: int,
+    kernel: int = 1,
+    epsilon: float = 0.0,
+    seed: int = 0,
+    output_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    checks.check_score(query, kv_cache, block_table_row, length, scale, method, output_weight)
+    checks.check_parameters(sink, kernel, epsilon, seed)
+    return cuda.score(
         query, kv_cache, block_table_row, length, scale, method, sink, kernel, epsilon, seed, output_weight
     )
 
@@ -123,41 +124,10 @@ def _score_fake(
     return query.new_empty((stages, kv_cache.shape[3], length), dtype=torch.float32)
 
 
-def _compact_cpu(
-    kv_caches: list[torch.Tensor],
-    block_table_row: torch.Tensor,
-    keeps: list[torch.Tensor],
-    length: int,
-    first: int,
-) -> None:
-    checks.check_compact(kv_caches, block_table_row, keeps, length, first)
-    for layer, (kv_cache, keep) in enumerate(zip(kv_caches, keeps, strict=True)):
-        checks.check_blocks("prune_compact", block_table_row, length, kv_cache)
-        checks.check_keep(keep, layer, length)
-    for kv_cache, keep in zip(kv_caches, keeps, strict=True):
-        cpu_compact.compact(kv_cache, block_table_row, keep, first)
-
-
-def _compact_fake(
-    kv_caches: list[torch.Tensor],
-    block_table_row: torch.Tensor,
-    keeps: list[torch.Tensor],
-    length: int,
-    first: int,
-) -> None:
-    for layer, (kv_cache, keep) in enumerate(zip(kv_caches, keeps, strict=True)):
-        named = {f"kv_caches[{layer}]": kv_cache, f"keeps[{layer}]": keep}
-        check_one_device("prune_compact", block_table_row=block_table_row, **named)
-
-
 register(
     "prune_score(Tensor query, Tensor kv_cache, Tensor block_table_row, SymInt length, float scale, str method, "
     "int sink, int kernel=1, float epsilon=0., int seed=0, Tensor? output_weight=None) -> Tensor",
     fake=_score_fake,
     CPU=_score_cpu,
-)
-register(
-    "prune_compact(Tensor(a!)[] kv_caches, Tensor block_table_row, Tensor[] keeps, SymInt length, SymInt first) -> ()",
-    fake=_compact_fake,
-    CPU=_compact_cpu,
+    CUDA=_score_cuda,
 )

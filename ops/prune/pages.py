@@ -12,11 +12,16 @@ KEYS, VALUES = 0, 1
 
 def read(kv_cache: torch.Tensor, block_table_row: torch.Tensor, half: int, begin: int, end: int) -> torch.Tensor:
     """fp32 [G, end - begin, d]: keys or values (`half`) of positions [begin, end), dequantised; no other slot."""
+    raw = read_raw(kv_cache, block_table_row, half, begin, end)
+    return raw[..., :-SCALE_BYTES].float().mul_(raw.view(torch.float32)[..., -1:]).transpose(0, 1)
+
+
+def read_raw(kv_cache: torch.Tensor, block_table_row: torch.Tensor, half: int, begin: int, end: int) -> torch.Tensor:
+    """int8 [end - begin, G, d + 4]: the same as they are stored, scales included."""
     block_size = kv_cache.shape[2]
     column = begin // block_size
     raw = kv_cache[:, half].index_select(0, block_table_row[column : -(-end // block_size)]).flatten(0, 1)
-    raw = raw[begin - column * block_size : end - column * block_size]
-    return raw[..., :-SCALE_BYTES].float().mul_(raw.view(torch.float32)[..., -1:]).transpose(0, 1)
+    return raw[begin - column * block_size : end - column * block_size]
 
 
 def pages_of(key: torch.Tensor, value: torch.Tensor, block_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,8 @@ def recency(length: int, device: torch.device) -> torch.Tensor:
 
 def uniform(seed: int, length: int, device: torch.device) -> torch.Tensor:
     """fp32 [T] in [0, 1): a hash of (seed, T, position), equal on every device and in every version of torch."""
-    start = _mix(_mix(torch.tensor(seed, dtype=torch.int64, device=device)) + length)
+    # Not torch.tensor, which would wait for a GPU.
+    start = _mix(_mix(torch.full((), seed, dtype=torch.int64, device=device)) + length)
     mixed = _mix(start + torch.arange(length, dtype=torch.int64, device=device))
     return (mixed >> (32 - SCORE_BITS)).float() / (1 << SCORE_BITS)
 

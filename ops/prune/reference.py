@@ -85,10 +85,22 @@ def window_attention(query: torch.Tensor, keys: torch.Tensor, scale: float, kern
     return scores
 
 
-def last_query_attention(query: torch.Tensor, keys: torch.Tensor, scale: float) -> list[float]:
-    """TOVA's s[t]: A of the last query, averaged over all heads."""
-    rows = attention(query[-1:], keys, scale)
-    return [sum(of_head[0][t] for of_head in rows) / len(rows) for t in range(keys.shape[0])]
+def last_query_attention(query: torch.Tensor, keys: torch.Tensor, scale: float, kernel: int = 1) -> list[float]:
+    """TOVA's s[t]: A of the last query, averaged over all heads; each head's pooled with a `kernel`."""
+    rows = [pooled(of_head[0], kernel) for of_head in attention(query[-1:], keys, scale)]
+    return [sum(row[t] for row in rows) / len(rows) for t in range(keys.shape[0])]
+
+
+def key_difference(keys: torch.Tensor) -> list[list[float]]:
+    """KeyDiff's s[g][t]: - cos of the key and the mean of all keys of its head, each scaled to norm 1."""
+    length, kv_heads, d = keys.shape
+    scores = []
+    for g in range(kv_heads):
+        units = [keys[t, g] / max(float(keys[t, g].norm()), 1e-12) for t in range(length)]
+        mean = sum(units, torch.zeros(d, dtype=torch.float64))
+        mean = mean / max(float(mean.norm()), 1e-12)
+        scores.append([-float(unit @ mean) for unit in units])
+    return scores
 
 
 def projected_norm(values: torch.Tensor, output_weight: torch.Tensor, heads: int) -> list[list[float]]:
@@ -133,12 +145,19 @@ def score(
             for t in evictable:
                 scores[stage, g, t] = of_token(g, t)
 
-    if method.NAME in ("andpro", "blend"):
+    if method.NAME in ("andpro", "blend", "robust"):
         s, _ = anchor_projection(query, keys, values, scale, method.sink, method.kernel)
         fill(0, lambda g, t: s[g][t])
     if method.NAME in ("tova", "blend"):
         last = last_query_attention(query, keys, scale)
         fill(len(method.stages) - 1, lambda g, t: last[t])
+    if method.NAME == "robust":
+        pooled_last = last_query_attention(query, keys, scale, method.kernel)
+        fill(1, lambda g, t: pooled_last[t])
+    if method.NAME in ("keydiff", "robust"):
+        unlike = key_difference(keys)
+        means = [sum(of_head[t] for of_head in unlike) / kv_heads for t in range(length)]
+        fill(len(method.stages) - 1, lambda g, t: unlike[g][t] if method.NAME == "keydiff" else means[t])
     if method.NAME in ("snapkv", "critical"):
         a = window_attention(query, keys, scale, method.kernel)
         fill(0, lambda g, t: a[g][t])

@@ -1,10 +1,14 @@
-"""From scores to the tokens that are kept: plain torch on any device, without waiting for it."""
+"""From scores to the tokens that are kept: the operator `kvcompile::prune_select`, its checks and Python name.
+
+On a CPU in plain torch (cpu_select.py), on CUDA one kernel (select.cu); both choose the very same tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from kvcompile.ops.prune import checks
+from kvcompile.ops.library import register
+from kvcompile.ops.prune import checks, cpu_select, cuda_select
 from kvcompile.ops.prune.methods import Method, Stage
 
 
@@ -24,55 +28,53 @@ def select(scores: torch.Tensor, method: Method, keep: int) -> torch.Tensor:
 
     Raises ValueError naming the argument that does not fit.
     """
-    checks.check_select(scores, method, keep)
-    _, kv_heads, length = scores.shape
-    evictable = slice(method.sink, length - method.window)
-    kept = torch.ones((kv_heads, length), dtype=torch.bool, device=scores.device)
-    budget = keep - method.always_kept
-    *whole, last = zip(method.stages, scores[..., evictable], strict=True)
-    taken = torch.zeros_like(kept[:, evictable])
-    for stage, stage_scores in whole:
-        start, end, _ = _places(stage_scores, stage, taken)
-        taken |= (end <= int(stage.share * budget)) & (start < end)
-    left = budget - taken.sum(1, keepdim=True)
-    _, _, rank = _places(last[1], last[0], taken)
-    taken |= rank < left
-    kept[:, evictable] = taken
-
-    # Places of the kept ones without `nonzero`, whose shape would wait for a GPU.
-    place = torch.where(kept, kept.cumsum(1) - 1, keep)
-    result = torch.empty((kv_heads, keep + 1), dtype=torch.int32, device=scores.device)
-    token = torch.arange(length, dtype=torch.int32, device=scores.device).expand(kv_heads, -1)
-    return result.scatter_(1, place, token)[:, :keep].contiguous()
+    checks.check_stages(scores, method)
+    stages = method.stages
+    return torch.ops.kvcompile.prune_select(
+        scores,
+        keep,
+        method.sink,
+        method.window,
+        [float(stage.share) for stage in stages],
+        [stage.chunk for stage in stages],
+        [stage.reduce for stage in stages],
+    )
 
 
-def _places(scores: torch.Tensor, stage: Stage, taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per token of [G, n]: tokens not taken in better chunks, the same with its own chunk, tokens ranked before it."""
-    kv_heads, n = scores.shape
-    chunks = -(-n // stage.chunk)
-    free = torch.zeros((kv_heads, chunks * stage.chunk), dtype=torch.bool, device=scores.device)
-    free[:, :n] = ~taken
-    padded = torch.zeros_like(free, dtype=torch.float32)
-    padded[:, :n] = scores
-    if stage.reduce == "sum":
-        value = padded.where(free, 0.0).unflatten(1, (chunks, stage.chunk)).sum(-1)
-    else:
-        value = padded.where(free, float("-inf")).unflatten(1, (chunks, stage.chunk)).amax(-1)
-    size = free.unflatten(1, (chunks, stage.chunk)).sum(-1)
-    order = _descending(value)
-    end = torch.empty_like(size).scatter_(1, order, size.gather(1, order).cumsum(1))
-    start, end = (x.repeat_interleave(stage.chunk, 1)[:, :n] for x in (end - size, end))
-    # By score, then (stably) by chunk; what is taken comes last.
-    order = _descending(scores)
-    order = order.gather(1, start.masked_fill(taken, n).gather(1, order).argsort(dim=1, stable=True))
-    return start, end, _inverse(order)
+def _stages(shares: list[float], chunks: list[int], reduces: list[str]) -> list[Stage]:
+    return [Stage(*parts) for parts in zip(shares, chunks, reduces, strict=True)]
 
 
-def _descending(x: torch.Tensor) -> torch.Tensor:
-    """Indices that sort each row from high to low, equal ones from late to early."""
-    return x.shape[1] - 1 - x.flip(1).sort(dim=1, descending=True, stable=True).indices
+def _select(
+    scores: torch.Tensor,
+    keep: int,
+    sink: int,
+    window: int,
+    shares: list[float],
+    chunks: list[int],
+    reduces: list[str],
+) -> torch.Tensor:
+    checks.check_select(scores, keep, sink, window, shares, chunks, reduces)
+    chosen = (cuda_select if scores.is_cuda else cpu_select).select
+    return chosen(scores, keep, sink, window, _stages(shares, chunks, reduces))
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, rank)
+def _select_fake(
+    scores: torch.Tensor,
+    keep: int,
+    sink: int,
+    window: int,
+    shares: list[float],
+    chunks: list[int],
+    reduces: list[str],
+) -> torch.Tensor:
+    return scores.new_empty((scores.shape[1], keep), dtype=torch.int32)
+
+
+register(
+    "prune_select(Tensor scores, SymInt keep, int sink, int window, float[] shares, int[] chunks, str[] reduces) "
+    "-> Tensor",
+    fake=_select_fake,
+    CPU=_select,
+    CUDA=_select,
+)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = {wgmma: Path(__file__).with_name(f"fused{'_wgmma' * wgmma}.cu") for wgmma in (False, True)}
 REBUILD = Path(__file__).with_name("rebuild.cu")
+_FUSED = "P" * 7 + "i" * 7
+SIGNATURES = {"w4a8_fused": _FUSED, "w4a8_fused_wgmma": _FUSED, "w4a8_rebuild": "PPPiiii"}
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int32: 3}
 REBUILD_TILES = 4  # along K, at once in a warp's registers
 _REBUILD_WARPS = 8
@@ -201,9 +203,11 @@ def _fused_kernel(
 ) -> launch.Kernel:
     defines = fused.defines(tiling, token_tiles * 8, columns, groups, out)
     source = SOURCES[tiling.wgmma]
-    return launch.kernel(source, f"w4a8_{source.stem}", device, defines, signature="P" * 7 + "i" * 7)
+    name = f"w4a8_{source.stem}"
+    return launch.kernel(source, name, device, defines, signature=SIGNATURES[name])
 
 
 @cache
 def _rebuild_kernel(device: torch.device) -> launch.Kernel:
-    return launch.kernel(REBUILD, "w4a8_rebuild", device, {"TILES": REBUILD_TILES}, signature="PPPiiii")
+    name = "w4a8_rebuild"
+    return launch.kernel(REBUILD, name, device, {"TILES": REBUILD_TILES}, signature=SIGNATURES[name])

@@ -28,8 +28,9 @@ class Prompt:
 
     @property
     def output_weight(self) -> torch.Tensor:
+        """fp32, of numbers that half precision has too."""
         width = self.query.shape[1] * self.query.shape[2]
-        return torch.randn(24, width, generator=torch.Generator().manual_seed(width))
+        return torch.randn(24, width, generator=torch.Generator().manual_seed(width)).bfloat16().float()
 
     def keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.keys_and_values(self.cache, self.row, self.length)
@@ -74,3 +75,10 @@ def make_prompt(
         return (torch.randn(tokens, n, head_size, generator=generator) * spread).to(dtype)
 
     return store_prompt(draw(window, heads), draw(length, kv_heads), draw(length, kv_heads), block_size)
+
+
+def draw_keep(length: int, kept: int, kv_heads: int, seed: int = 0) -> torch.Tensor:
+    """int32 [G, kept]: for each head some of the positions, ascending."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(length, generator=generator)[:kept].sort().values for _ in range(kv_heads)]
+    return torch.stack(rows).int()

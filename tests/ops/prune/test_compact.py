@@ -8,7 +8,7 @@ import torch
 from kvcompile.ops.kv8 import kv8_decode
 from kvcompile.ops.kv8 import reference as kv8_reference
 from kvcompile.ops.prune import parse_method, prune_compact, select
-from tests.ops.prune.prompts import WINDOW, Prompt, make_prompt
+from tests.ops.prune.prompts import WINDOW, Prompt, draw_keep, make_prompt
 
 
 def _vector(prompt: Prompt, cache: torch.Tensor, position: int, head: int) -> torch.Tensor:
@@ -27,17 +27,11 @@ def _compacted(prompt: Prompt, keep: torch.Tensor) -> torch.Tensor:
     return expected
 
 
-def _draw_keep(length: int, kept: int, kv_heads: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(length, generator=generator)[:kept].sort().values for _ in range(kv_heads)]
-    return torch.stack(rows).int()
-
-
 @pytest.mark.parametrize(("length", "first"), [(101, 48), (101, 16), (96, 80), (64, 48), (33, 16), (37, 32)])
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_every_kept_vector_arrives_and_no_other_byte_changes(length: int, first: int, head_size: int) -> None:
     prompt = make_prompt(length, kv_heads=3, head_size=head_size, seed=length)
-    keep = _draw_keep(length, length - first, 3)
+    keep = draw_keep(length, length - first, 3)
     expected = _compacted(prompt, keep)
     prune_compact([prompt.cache], prompt.row, [keep], length, first)
     assert torch.equal(prompt.cache, expected)
@@ -64,7 +58,7 @@ def test_to_keep_every_token_changes_no_byte() -> None:
 def test_bytes_move_whatever_they_mean() -> None:
     prompt = make_prompt(40)
     prompt.cache.random_(-128, 128, generator=torch.Generator().manual_seed(1))  # NaN and infinite scales among them
-    keep = _draw_keep(40, 24, 2)
+    keep = draw_keep(40, 24, 2)
     expected = _compacted(prompt, keep)
     prune_compact([prompt.cache], prompt.row, [keep], 40, 16)
     assert torch.equal(prompt.cache, expected)
@@ -72,7 +66,7 @@ def test_bytes_move_whatever_they_mean() -> None:
 
 def test_layers_of_different_heads_and_pages_apart_are_compacted_in_one_call() -> None:
     layers = [make_prompt(70, kv_heads=2, seed=1), make_prompt(70, heads=8, kv_heads=4, head_size=128, seed=2)]
-    keeps = [_draw_keep(70, 38, 2, 1), _draw_keep(70, 38, 4, 2)]
+    keeps = [draw_keep(70, 38, 2, 1), draw_keep(70, 38, 4, 2)]
     expected = [_compacted(layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     apart = torch.full((layers[0].cache.shape[0], 2, *layers[0].cache.shape[1:]), 3, dtype=torch.int8)
     apart[:, 1] = layers[0].cache
@@ -122,7 +116,7 @@ def test_attention_over_the_compact_layout_is_attention_over_the_kept_tokens_alo
 
 def _arguments() -> dict:
     prompt = make_prompt(64)
-    keep = _draw_keep(64, 32, 2)
+    keep = draw_keep(64, 32, 2)
     return {"kv_caches": [prompt.cache], "block_table_row": prompt.row, "keeps": [keep], "length": 64, "first": 32}
 
 

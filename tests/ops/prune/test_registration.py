@@ -24,6 +24,34 @@ def test_opcheck_finds_nothing_wrong_with_the_compaction() -> None:
     torch.library.opcheck(torch.ops.kvcompile.prune_compact.default, arguments)
 
 
+def test_opcheck_finds_nothing_wrong_with_the_selection() -> None:
+    scores = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    arguments = scores, 40, 4, 8, [0.5, 1.0], [4, 4], ["sum", "max"]
+    torch.library.opcheck(torch.ops.kvcompile.prune_select.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(4, 3, 50)}, "scores: given 4 stages, allowed 1 to 3"),
+        ({"shares": [0.5]}, "shares: given 1, allowed one for each of the 2 stages of scores"),
+        ({"shares": [1.5, 1.0]}, r"shares: given \[1.5, 1.0\], allowed numbers from 0 to 1"),
+        (
+            {"scores": torch.zeros(3, 3, 50), "shares": [0.6, 0.6, 1.0], "chunks": [1] * 3, "reduces": ["sum"] * 3},
+            "shares",
+        ),
+        ({"chunks": [4, 0]}, r"chunks: given \[4, 0\], allowed numbers from 1"),
+        ({"reduces": ["sum", "mean"]}, r"reduces: given \['sum', 'mean'\], allowed sum, max"),
+        ({"sink": -1}, "sink: given -1 and a window of 8, allowed 0 or more of each"),
+    ],
+)
+def test_the_selection_itself_says_what_a_method_cannot_be(change: dict, message: str) -> None:
+    given = {"scores": torch.zeros(2, 3, 50), "keep": 40, "sink": 4, "window": 8}
+    stages = {"shares": [0.5, 1.0], "chunks": [4, 4], "reduces": ["sum", "max"]}
+    with pytest.raises(ValueError, match=f"^kvcompile::prune_select: {message}"):
+        torch.ops.kvcompile.prune_select(**{**given, **stages, **change})
+
+
 def test_the_schemas_say_what_is_written() -> None:
     assert str(torch.ops.kvcompile.prune_score.default._schema) == (
         "kvcompile::prune_score(Tensor query, Tensor kv_cache, Tensor block_table_row, SymInt length, float scale, "
@@ -32,6 +60,14 @@ def test_the_schemas_say_what_is_written() -> None:
     assert str(torch.ops.kvcompile.prune_compact.default._schema) == (
         "kvcompile::prune_compact(Tensor(a!)[] kv_caches, Tensor block_table_row, Tensor[] keeps, SymInt length, "
         "SymInt first) -> ()"
+    )
+    assert str(torch.ops.kvcompile.prune_copy.default._schema) == (
+        "kvcompile::prune_copy(Tensor source_cache, Tensor source_row, Tensor(a!) kv_cache, Tensor block_table_row, "
+        "Tensor keep, SymInt first) -> ()"
+    )
+    assert str(torch.ops.kvcompile.prune_select.default._schema) == (
+        "kvcompile::prune_select(Tensor scores, SymInt keep, int sink, int window, float[] shares, int[] chunks, "
+        "str[] reduces) -> Tensor"
     )
 
 

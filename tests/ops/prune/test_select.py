@@ -55,6 +55,12 @@ def test_chunks_are_kept_whole_by_their_sum_and_the_last_one_by_its_best_tokens(
     assert _one(values, keep=4) == [5, 6, 7, 12]
 
 
+def test_a_chunk_is_summed_from_its_first_token_to_its_last() -> None:
+    # 1e8 swallows what is added to it before it is taken away: only the second chunk is above 0.
+    assert _one([1.0, 1e8, -1e8, 0.0, 1e8, -1e8, 1.0, 0.0], keep=5) == [4, 5, 6, 7, 8]
+    assert _one([1e8, -1e8, 1.0, 0.0, 1.0, 1e8, -1e8, 0.0], keep=5) == [0, 1, 2, 3, 8]
+
+
 def test_a_short_chunk_at_the_end_scores_what_it_holds() -> None:
     assert _one([1.0, 1, 1, 1, 3, 2], keep=3) == [4, 5, 6]
     assert _one([1.0, 1, 1, 1, 1, 2], keep=5) == [0, 1, 2, 3, 6]

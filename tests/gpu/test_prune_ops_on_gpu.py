@@ -1,0 +1,282 @@
+"""The kernels of pruning against float64 and the CPU, in pages in random order, in CUDA graphs and out of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcompile.ops import launch
+from kvcompile.ops.kv8 import HEAD_SIZES
+from kvcompile.ops.prune import (
+    METHODS,
+    Method,
+    parse_method,
+    prepare,
+    prune_compact,
+    prune_copy,
+    prune_score,
+    select,
+)
+from kvcompile.ops.prune.score_shape import MOST_REACH
+from tests.ops.kv8.batches import poisoned_cache
+from tests.ops.prune.prompts import WINDOW, Prompt, draw_keep, make_prompt
+
+pytestmark = pytest.mark.gpu
+
+ATTENTIVE = [name for name in METHODS if name not in ("streaming", "random")]
+# Of the largest score of a stage: queries, weights and anchors are rounded to fp16.
+TOLERANCE = 2e-3
+
+
+def _on_gpu(prompt: Prompt) -> Prompt:
+    return Prompt(prompt.query.cuda(), prompt.cache.cuda(), prompt.row.cuda(), prompt.length)
+
+
+def _score(prompt: Prompt, method: Method) -> torch.Tensor:
+    """The scores of the GPU, on the CPU."""
+    p, weight = _on_gpu(prompt), prompt.output_weight.to("cuda", prompt.query.dtype)
+    return prune_score(p.query, p.cache, p.row, p.length, p.scale, method, weight).cpu()
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, method: Method) -> None:
+    assert found.shape == expected.shape and found.dtype == torch.float32
+    always = [*range(method.sink), *range(max(0, found.shape[2] - method.window), found.shape[2])]
+    assert not found[..., always].any()
+    for stage, (ours, theirs) in enumerate(zip(found.double(), expected.double(), strict=True)):
+        error = ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)).item()
+        assert error <= TOLERANCE, f"stage {stage}: {error:.2e}"
+
+
+def _assert_like_cpu(prompt: Prompt, method: Method) -> None:
+    _assert_close(_score(prompt, method), prompt.score(method), method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("length", [12, 13, 33, 64, 101, 200])
+def test_scores_are_those_of_float64(name: str, length: int) -> None:
+    prompt, method = make_prompt(length, dtype=torch.bfloat16, seed=length), parse_method(name, window=WINDOW)
+    _assert_close(_score(prompt, method), prompt.expected(method), method)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ATTENTIVE)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_scores_of_every_head_size_are_those_of_the_cpu(name: str, head_size: int, dtype: torch.dtype) -> None:
+    prompt = make_prompt(1111, heads=8, kv_heads=2, head_size=head_size, window=32, dtype=dtype)
+    _assert_like_cpu(prompt, parse_method(name))
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 8), (9, 3), (28, 4), (32, 2), (5, 1), (40, 10)])
+def test_scores_of_every_ratio_of_heads_are_those_of_the_cpu(name: str, heads: int, kv_heads: int) -> None:
+    prompt = make_prompt(777, heads=heads, kv_heads=kv_heads, head_size=128, window=32, dtype=torch.bfloat16)
+    _assert_like_cpu(prompt, parse_method(name))
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+@pytest.mark.parametrize("window", [1, 2, 33, 64, 130, 300])
+def test_scores_of_every_window_are_those_of_the_cpu(name: str, window: int) -> None:
+    for length in (window + 5, window + 70, 700):
+        prompt = make_prompt(length, heads=6, kv_heads=2, head_size=64, window=window, dtype=torch.float16)
+        _assert_like_cpu(prompt, parse_method(name, window=window))
+
+
+@pytest.mark.parametrize("name", ["andpro", "blend", "robust"])
+@pytest.mark.parametrize("kernel", [1, 3, 5, 13, 2 * MOST_REACH + 1])
+@pytest.mark.parametrize("sink", [0, 4, 100])
+def test_scores_of_every_kernel_and_sink_are_those_of_the_cpu(name: str, kernel: int, sink: int) -> None:
+    prompt = make_prompt(500, heads=8, kv_heads=2, head_size=128, window=32, dtype=torch.bfloat16)
+    _assert_like_cpu(prompt, parse_method(name, kernel=kernel, sink=sink))
+
+
+def test_a_kernel_of_means_may_be_wider_than_a_tile() -> None:
+    prompt = make_prompt(500, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16)
+    _assert_like_cpu(prompt, parse_method("snapkv", kernel=201))
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("length", [37, 1024, 1025, 5003])
+def test_scores_of_every_block_size_and_length_are_those_of_the_cpu(name: str, length: int, block_size: int) -> None:
+    prompt = make_prompt(length, heads=8, kv_heads=2, window=32, block_size=block_size, dtype=torch.bfloat16)
+    _assert_like_cpu(prompt, parse_method(name))
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+def test_neighbours_of_a_maximum_tie_exactly_and_repeats_are_equal(name: str) -> None:
+    prompt, method = make_prompt(3000, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16), parse_method(name)
+    first = _score(prompt, method)
+    assert all(torch.equal(_score(prompt, method), first) for _ in range(3))
+    if name == "snapkv":
+        # One token that all queries see most of: its weight is that of its neighbours too.
+        assert (first[0].diff(dim=1) == 0).sum() > 1000
+
+
+def test_values_of_very_different_scales_are_scored_alike() -> None:
+    prompt, method = make_prompt(600, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16), parse_method("andpro")
+    scales = prompt.cache[:, 1, ..., -4:].contiguous().view(torch.float32)
+    for factors in (1e-12, 1e12, torch.logspace(-6, 0, scales.numel()).view(scales.shape)):
+        prompt.cache[:, 1, ..., -4:] = (scales * factors).view(torch.int8)
+        _assert_like_cpu(prompt, method)
+    prompt.cache[:, 1, ..., :-4] = 0
+    assert not _score(prompt, method).any()
+
+
+def test_logits_that_differ_by_thousands_neither_overflow_nor_give_nan() -> None:
+    prompt = make_prompt(400, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16)
+    prompt.query *= 1e4
+    for name in ATTENTIVE:
+        assert _score(prompt, parse_method(name)).isfinite().all()
+
+
+def test_a_prompt_of_the_default_method_keeps_the_tokens_of_the_cpu() -> None:
+    prompt, method = make_prompt(4000, heads=32, kv_heads=8, head_size=128, window=32), parse_method("blend")
+    prompt.query = prompt.query.bfloat16()
+    ours, theirs = select(_score(prompt, method), method, 1000), select(prompt.score(method), method, 1000)
+    same = sum(len(set(a) & set(b)) for a, b in zip(ours.tolist(), theirs.tolist(), strict=True))
+    assert same >= 0.995 * ours.numel()
+
+
+def test_pages_far_apart_and_queries_in_a_fused_tensor_give_the_same() -> None:
+    prompt, method = make_prompt(300, dtype=torch.bfloat16), parse_method("blend", window=WINDOW)
+    expected = _score(prompt, method)
+    p = _on_gpu(prompt)
+    apart = torch.full((p.cache.shape[0], 3, *p.cache.shape[1:]), -1, dtype=torch.int8, device="cuda")
+    apart[:, 1] = p.cache
+    fused = torch.full((WINDOW, 10, 64), float("nan"), dtype=torch.bfloat16, device="cuda")
+    fused[:, 2:8] = p.query
+    found = prune_score(fused[:, 2:8], apart[:, 1], p.row, p.length, p.scale, method)
+    assert torch.equal(found.cpu(), expected)
+
+
+def _adversarial(stages: int, kv_heads: int, length: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    nan, inf = float("nan"), float("inf")
+    odd = torch.tensor([nan, -nan, inf, -inf, 0.0, -0.0, -1.0, 1.0, 1e-42, 3e38])
+    shape = stages, kv_heads, length
+    return [
+        torch.zeros(shape),
+        torch.full(shape, nan),
+        -torch.arange(length).float().expand(shape).clone(),
+        torch.randint(0, 5, shape, generator=generator).float(),
+        torch.randn(shape, generator=generator),
+        odd[torch.randint(0, len(odd), shape, generator=generator)],
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("length", [36, 37, 47, 300, 4099])
+def test_the_selection_is_that_of_the_cpu_bit_for_bit(name: str, length: int) -> None:
+    method = parse_method(name)
+    for scores in _adversarial(len(method.stages), 3, length):
+        for keep in {36, min(37, length), (length + 36) // 2, max(36, length - 3), length}:
+            assert torch.equal(select(scores.cuda(), method, keep).cpu(), select(scores, method, keep))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 2000])
+@pytest.mark.parametrize("anchor", [0.0, 0.3, 1.0])
+def test_the_selection_of_every_chunk_and_share_is_that_of_the_cpu(chunk: int, anchor: float) -> None:
+    method = parse_method("blend", chunk=chunk, anchor=anchor, sink=1, window=1)
+    for scores in _adversarial(2, 2, 5001):
+        for keep in (2, 3, 700, 4000):
+            assert torch.equal(select(scores.cuda(), method, keep).cpu(), select(scores, method, keep))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(("length", "first", "block_size"), [(101, 48, 16), (33, 16, 16), (5000, 2048, 64)])
+def test_compaction_writes_the_bytes_of_the_cpu(length: int, first: int, block_size: int, head_size: int) -> None:
+    layers = [make_prompt(length, kv_heads=3, head_size=head_size, block_size=block_size, seed=i) for i in range(20)]
+    layers[4:6] = [
+        make_prompt(length, kv_heads=2, heads=2, head_size=64, block_size=block_size, seed=i) for i in range(2)
+    ]
+    row, kept = layers[0].row, length - first
+    keeps = [draw_keep(length, kept, layer.cache.shape[3], i) for i, layer in enumerate(layers)]
+    keeps[1] = torch.arange(kept, dtype=torch.int32).expand(3, -1).contiguous()
+    keeps[2] = torch.arange(first, length, dtype=torch.int32).expand(3, -1).contiguous()
+    on_gpu = [layer.cache.cuda() for layer in layers]
+    prune_compact(on_gpu, row.cuda(), [keep.cuda() for keep in keeps], length, first)
+    prune_compact([layer.cache for layer in layers], row, keeps, length, first)
+    for ours, layer in zip(on_gpu, layers, strict=True):
+        assert torch.equal(ours.cpu(), layer.cache)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(("kept", "first"), [(1, 0), (53, 48), (1000, 7)])
+def test_a_copy_writes_the_bytes_of_the_cpu(kept: int, first: int, head_size: int) -> None:
+    prompt = make_prompt(1001, kv_heads=3, head_size=head_size, block_size=48)
+    keep, columns = draw_keep(1001, kept, 3), -(-(first + kept) // 16)
+    row = torch.randperm(columns + 2)[:columns].int()
+    ours = poisoned_cache(columns + 2, 16, 3, head_size)
+    theirs = ours.cuda()
+    prune_copy(prompt.cache, prompt.row, ours, row, keep, first)
+    prune_copy(prompt.cache.cuda(), prompt.row.cuda(), theirs, row.cuda(), keep.cuda(), first)
+    assert torch.equal(theirs.cpu(), ours)
+
+
+def test_blocks_further_than_2_gib_into_the_cache_are_found() -> None:
+    prompt, method = make_prompt(300, heads=32, kv_heads=8, head_size=128, window=32), parse_method("blend")
+    prompt.query = prompt.query.bfloat16()
+    small, blocks = prompt.cache.cuda(), 70_000
+    cache = torch.full((blocks, *small.shape[1:]), -1, dtype=torch.int8, device="cuda")
+    base = blocks - small.shape[0]
+    cache[base:] = small
+    row = torch.where(prompt.row < blocks, prompt.row + base, prompt.row).cuda()
+    scores = prune_score(prompt.query.cuda(), cache, row, 300, prompt.scale, method)
+    assert torch.equal(scores.cpu(), _score(prompt, method))
+    keep = select(scores, method, 300 - 128)
+    prune_compact([cache], row, [keep], 300, 128)
+    prune_compact([prompt.cache], prompt.row, [keep.cpu()], 300, 128)
+    assert torch.equal(cache[base:].cpu(), prompt.cache)
+
+
+@pytest.mark.parametrize("name", ["blend", "robust", "snapkv", "critical", "random", "streaming"])
+def test_scoring_selection_and_compaction_replay_as_a_graph(name: str) -> None:
+    method = parse_method(name)
+    prompts = [make_prompt(700, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    p, weight = _on_gpu(prompts[0]), prompts[0].output_weight.bfloat16().cuda()
+
+    def prune() -> torch.Tensor:
+        scores = prune_score(p.query, p.cache, p.row, p.length, p.scale, method, weight)
+        keep = select(scores, method, 700 - 320)
+        prune_compact([p.cache], p.row, [keep], 700, 320)
+        return keep
+
+    prune()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = prune()
+    for prompt in prompts:
+        p.query.copy_(prompt.query)
+        p.cache.copy_(prompt.cache)
+        p.row.copy_(prompt.row)
+        graph.replay()
+        replayed, cache = keep.cpu(), p.cache.cpu()
+        assert torch.equal(replayed, select(_score(prompt, method), method, 700 - 320))
+        prune_compact([prompt.cache], prompt.row, [replayed], 700, 320)
+        assert torch.equal(cache, prompt.cache)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_was_prepared_is_all_that_pruning_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, method = _on_gpu(make_prompt(300, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16)), parse_method(name)
+    weight = p.output_weight.to("cuda", torch.bfloat16)
+    prepare(p.query.device, 64, 4, torch.bfloat16, method)
+    monkeypatch.setattr(launch, "kernel", lambda *_, **__: pytest.fail("compiled too late"))
+    keep = select(prune_score(p.query, p.cache, p.row, 300, p.scale, method, weight), method, 300 - 128)
+    prune_copy(p.cache, p.row, p.cache.clone(), p.row, keep, 128)
+    prune_compact([p.cache], p.row, [keep], 300, 128)
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    p, method = _on_gpu(make_prompt(60)), parse_method("andpro", window=WINDOW)
+    with pytest.raises(ValueError, match=r"prune_score: query: given torch.float32 on cuda:0, allowed torch.bfloat16"):
+        prune_score(p.query, p.cache, p.row, 60, p.scale, method)
+    wide = parse_method("andpro", window=WINDOW, kernel=35)
+    with pytest.raises(ValueError, match="prune_score: kernel: given 35, allowed an odd number from 1 to 33"):
+        prune_score(p.query.bfloat16(), p.cache, p.row, 60, p.scale, wide)
+    with pytest.raises(ValueError, match="prune_score: query: given strides .* allowed stride 1 within a head"):
+        prune_score(p.query.bfloat16().transpose(1, 2).contiguous().transpose(1, 2), p.cache, p.row, 60, 0.1, method)
+    with pytest.raises(ValueError, match=r"prune_compact: keeps\[0\]: given shape \(2, 10\)"):
+        keep = torch.zeros(2, 10, dtype=torch.int32, device="cuda")
+        prune_compact([p.cache], p.row, [keep], 60, 32)
