@@ -1,7 +1,8 @@
 """`kvcompile bench attention`: KV8 attention against flash attention over a bf16 cache and vLLM's own int8 kernels.
 
-Decode: one new token a row. Prefill: one row of new tokens, alone or behind a context that the cache holds. Every
-system stores the new tokens, then attends, as one CUDA graph over rotated caches.
+Decode: one new token a row; of a pruned request we are given its whole table, the others what it has kept. Prefill: one
+row of new tokens, alone or behind a context that the cache holds. Every system stores the new tokens, then attends, as
+one CUDA graph over rotated caches.
 """
 
 from __future__ import annotations
@@ -28,23 +29,27 @@ _QUANTISATION, _ROUNDING = 0.03, 0.01
 
 
 class Case(NamedTuple):
-    """`rows` of `context` tokens in the cache and `new` ones."""
+    """`rows` of `context` tokens in the cache and `new` ones, behind `released` tokens that were pruned."""
 
     kind: str
     rows: int
     context: int
     new: int
+    released: int = 0
 
     @property
     def name(self) -> str:
         if self.kind == "decode":
-            return f"decode {self.rows}x{self.context + 1}"
+            held = self.context + 1
+            return f"decode {self.rows}x" + (f"{self.released + held} pruned to {held}" if self.released else f"{held}")
         return f"prefill {self.new}" + (f"+{self.context}" if self.context else "")
 
 
 CASES = (
     *(Case("decode", rows, length - 1, 1) for rows, length in ((32, 1024), (32, 4096), (32, 16384), (8, 65536))),
     *(Case("decode", rows, length - 1, 1) for rows, length in ((1, 262144), (64, 544), (256, 544))),
+    # The rows of one of these in the tables of longer requests: what a decode reads once those are pruned.
+    Case("decode", 64, 543, 1, released=16384 - 544),
     *(Case("prefill", 1, context, new) for context, new in ((0, 4096), (0, 16384), (12288, 4096), (61440, 4096))),
 )
 
@@ -88,7 +93,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[list[dict[s
     missing: dict[str, str] = {}
     for case in CASES:
         if args.kind in (None, case.kind):
-            batch = make_batch(case.rows, case.context, case.new, args.heads, args.kv_heads, args.head_size, device)
+            heads = args.heads, args.kv_heads, args.head_size
+            batch = make_batch(case.rows, case.context, case.new, *heads, device, case.released // BLOCK_SIZE)
             rows += _measure(case, batch, args.runs, missing)
             del batch
             torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ class Batch:
 
     key, value: bf16 [pages, BLOCK_SIZE, G, d], all tokens of all rows; page 0 is no row's.
     query [R * new, H, d] and new_key, new_value [R * new, G, d]: the new tokens', which the pages hold too.
+    released: pages that a pruned request has given up in front of those, for a system that knows of such.
     """
 
     context: int
@@ -28,6 +29,7 @@ class Batch:
     new_value: torch.Tensor
     block_table: torch.Tensor
     slots: torch.Tensor
+    released: int = 0
 
     @property
     def rows(self) -> int:
@@ -42,6 +44,16 @@ class Batch:
         return self._whole(self.rows, self.context + self.new)
 
     @cached_property
+    def pruned_table(self) -> torch.Tensor:
+        """`block_table` behind the released pages, which are the null block."""
+        return torch.nn.functional.pad(self.block_table, (self.released, 0))
+
+    @cached_property
+    def pruned_lens(self) -> torch.Tensor:
+        """`seq_lens` with the released tokens."""
+        return self.seq_lens + self.released * BLOCK_SIZE
+
+    @cached_property
     def starts(self) -> torch.Tensor:
         return torch.arange(self.rows + 1, dtype=torch.int32, device=self.query.device) * self.new
 
@@ -54,9 +66,16 @@ class Batch:
 
 
 def make_batch(
-    rows: int, context: int, new: int, heads: int, kv_heads: int, head_size: int, device: torch.device
+    rows: int,
+    context: int,
+    new: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    device: torch.device,
+    released: int = 0,
 ) -> Batch:
-    """Normal values, pages in random order."""
+    """Normal values, pages in random order. The same ones for any `released`."""
     generator = torch.Generator(device).manual_seed(context + new)
     per_row = -(-(context + new) // BLOCK_SIZE)
     pages = rows * per_row + 1
@@ -71,4 +90,4 @@ def make_batch(
     positions = torch.arange(context, context + new, device=device)
     slots = (table[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
     taken = (x.flatten(0, 1)[slots].clone() for x in (key, value))
-    return Batch(context, new, draw(rows * new, heads, head_size), key, value, *taken, table, slots)
+    return Batch(context, new, draw(rows * new, heads, head_size), key, value, *taken, table, slots, released)

@@ -39,7 +39,7 @@ class KVCompile:
         self._batch, self._cache = batch, _int8_cache(batch)
         self.bytes_per_token = 2 * self._cache.shape[-1]
         if batch.new == 1:
-            self._plan = plan_decode(batch.block_table, batch.seq_lens, BLOCK_SIZE)
+            self._plan = plan_decode(batch.pruned_table, batch.pruned_lens, BLOCK_SIZE)
             return
         attention_prefill = _attention_prefill(batch.query.device)
         _, kv_heads, head_size = batch.new_key.shape
@@ -51,7 +51,7 @@ class KVCompile:
         b = self._batch
         kv8_store(b.new_key, b.new_value, self._cache, b.slots)
         if b.new == 1:
-            kv8_decode(b.query, self._cache, b.block_table, b.seq_lens, b.output, b.scale, self._plan)
+            kv8_decode(b.query, self._cache, b.pruned_table, b.pruned_lens, b.output, b.scale, self._plan)
             return
         from kvcompile.integrations.vllm import attention_prefill
 

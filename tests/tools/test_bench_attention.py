@@ -75,6 +75,18 @@ def test_the_systems_compute_attention_over_all_tokens(machine: None) -> None:
     assert not (batch.block_table == 0).any()
 
 
+def test_rows_of_pruned_requests_are_those_of_shorter_ones_behind_null_blocks(machine: None) -> None:
+    assert Case("decode", 3, 40, 1, released=96).name == "decode 3x137 pruned to 41"
+    plain, pruned = (make_batch(3, 40, 1, 4, 2, 64, CPU, released) for released in (0, 6))
+    for batch in (plain, pruned):
+        batch.output.fill_(float("nan"))
+        KVCompile(batch)()
+    assert torch.equal(plain.output, pruned.output)
+    assert pruned.pruned_lens.tolist() == [137] * 3 and not pruned.pruned_table[:, :6].any()
+    # The other systems, which know nothing of it, are given what was kept.
+    assert torch.equal(plain.block_table, pruned.block_table) and torch.equal(plain.seq_lens, pruned.seq_lens)
+
+
 def test_a_wrong_result_ends_it(
     machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

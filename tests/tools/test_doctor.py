@@ -98,8 +98,9 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     rows = {row["key"]: (row["value"], row["source"], row["allowed"]) for row in report["configuration"]}
     pruning = {key: row for key, row in rows.items() if key.startswith("prune.")}
     assert pruning["prune.enabled"] == (False, "default", "true or false") and len(pruning) == 9
-    rows = {key: row for key, row in rows.items() if key not in pruning}
-    # Options of parts that this version does not have are left out: setting one is an error.
+    offload = {key: row for key, row in rows.items() if key.startswith("offload.")}
+    assert offload["offload.enabled"] == (False, "default", "true or false") and len(offload) == 4
+    rows = {key: row for key, row in rows.items() if key not in pruning and key not in offload}
     assert rows == {
         "kv8.enabled": (False, "environment KVCOMPILE_KV8_ENABLED", "true or false"),
         "linear.enabled": (True, "default", "true or false"),

@@ -1,0 +1,102 @@
+"""A pruned prompt answers as an independent Llama does that keeps the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.llama_reference import Llama
+from tests.tools import quantize_sources as sources
+from torch.nn import functional
+
+from kvcompile.config import UsageError
+from kvcompile.ops.prune import Method, pages_of, parse_method, prune_score, select
+from kvcompile.tools.evaluate_model import PrunedModel
+from kvcompile.tools.evaluate_pruned import FULL, Budget, outcomes, parse_budget
+from kvcompile.tools.evaluate_samples import Sample
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {"attention_bias": False}}
+PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(200)]
+
+
+def _checkpoint(folder: Path, family: str = "llama") -> Path:
+    state = sources.tensors(bias=family == "qwen2", head_norms=family == "qwen3")
+    names = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
+    return sources.write(folder, state, **names, **FAMILIES[family])
+
+
+def _sample(later: list[int], answer: list[int]) -> Sample:
+    return Sample("single", "last", PROMPT, later, answer, [])
+
+
+def _kept_by(method: Method):
+    """What the independent Llama asks for its kept tokens: the server's operators."""
+
+    def kept(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
+        cache, row = pages_of(keys.contiguous(), values.contiguous())
+        return select(prune_score(query, cache, row, len(keys), query.shape[-1] ** -0.5, method), method, count)
+
+    return kept
+
+
+@pytest.mark.parametrize("name", ["andpro", "robust", "streaming", FULL])
+def test_the_greedy_tokens_of_a_pruned_llama_rank_first(tmp_path: Path, name: str) -> None:
+    folder = _checkpoint(tmp_path / "model")
+    method = parse_method("andpro" if name == FULL else name, window=32)
+    pruned = {} if name == FULL else {"kept": 80, "select": _kept_by(method)}
+    answer = Llama(folder).generate(PROMPT, 12, **pruned)
+    assert min(answer.leads[1:]) > 1e-3
+    sample = _sample(answer.tokens[:1], answer.tokens[1:])
+    found = outcomes(PrunedModel(folder), sample, {"method": method}, [Budget("80", tokens=80)])
+    assert found["80", FULL if name == FULL else "method"].rank1 == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_pruned_gives_the_losses_of_the_whole_model(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = _checkpoint(tmp_path / "model", family)
+    later, answer = [5, 6, 7], [11, 13, 17, 19]
+    model = PrunedModel(folder)
+    prompt = model.prefill(PROMPT, 32)
+    everything = torch.arange(len(PROMPT)).expand(*prompt.keys.shape[:2], -1)
+    first, nats = model.losses(prompt, everything.unsqueeze(1), later, answer)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = stock(torch.tensor([[*PROMPT, *later, *answer]])).logits[0, -len(answer) - 1 : -1]
+    expected = functional.cross_entropy(logits, torch.tensor(answer), reduction="none")
+    torch.testing.assert_close(nats[0], expected, rtol=0, atol=0.2)  # int8 keys and values
+    assert first.shape == nats.shape == (1, 4)
+
+
+def test_a_prompt_within_the_budget_is_not_pruned(tmp_path: Path) -> None:
+    model, sample = PrunedModel(_checkpoint(tmp_path / "model")), _sample([5], [11, 13])
+    methods = {name: parse_method(name) for name in ("streaming", "robust")}
+    found = outcomes(model, sample, methods, [parse_budget("100%"), parse_budget("544"), parse_budget("40%")])
+    for budget in ("100 %", "544 tokens"):
+        assert found[budget, "streaming"] == found[budget, "robust"] == found[budget, FULL]
+    assert found["40 %", "streaming"] != found["40 %", FULL]
+
+
+def test_a_budget_below_what_is_always_kept_is_one_line(tmp_path: Path) -> None:
+    model, sample = PrunedModel(_checkpoint(tmp_path / "model")), _sample([5], [11])
+    with pytest.raises(UsageError, match=r"^--budget 35 tokens: 35 of 200 tokens; tova always keeps 36; give a larger"):
+        outcomes(model, sample, {"tova": parse_method("tova")}, [parse_budget("35")])
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "0%", "101%", "x", "1.5", "nan%"])
+def test_no_budget_is_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=f"^--budget: given '{text}', allowed a share such as 25% or a number"):
+        parse_budget(text)
+
+
+def test_budgets_are_shares_rounded_up_and_tokens() -> None:
+    assert parse_budget("25%").of(1001) == 251 and parse_budget("25%").text == "25 %"
+    assert parse_budget("544").of(1001) == 544 and parse_budget("544").of(500) == 500
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no model and tokenizer can be loaded") as error:
+        PrunedModel(tmp_path)
+    assert "\n" not in str(error.value)
