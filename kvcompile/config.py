@@ -77,8 +77,8 @@ class PruneConfig(_Section):
     SECTION: ClassVar[str] = "prune"
     enabled: bool = option(False, doc="Prune the KV cache of a request when its prompt has been computed.")
     method: str = option(
-        "blend",
-        choices=("blend", "andpro", "snapkv", "tova", "streaming", "critical", "random"),
+        "robust",
+        choices=("robust", "andpro", "snapkv", "tova", "keydiff", "critical", "blend", "streaming", "random"),
         doc="How tokens are scored; streaming and random are baselines.",
     )
     keep_ratio: float = option(0.5, above=0, high=1, doc="Share of a prompt's tokens that is kept.")
@@ -95,7 +95,8 @@ class PruneConfig(_Section):
     inline: str = option(
         "auto",
         choices=("auto", "always", "never"),
-        doc="Store kept tokens alone during the prefill; not in this version, where auto is never.",
+        doc="Store kept tokens alone, of a prompt that one step computes whole: auto does where blocks are short or "
+        "prefixes are not cached; always uses no prefix hits and waits for such a step; never stores whole prompts.",
     )
     reprune_interval_tokens: int = option(
         0,
@@ -140,7 +141,7 @@ class OffloadConfig(_Section):
     """The host pool that turns a preemption into a copy."""
 
     SECTION: ClassVar[str] = "offload"
-    enabled: bool = option(True, doc="Copy cold KV blocks to host memory so that a preempted request can be restored.")
+    enabled: bool = option(False, doc="Copy cold KV blocks to host memory so that a preempted request can be restored.")
     cpu_bytes_to_use: int = option(
         4 << 30, low=1 << 20, high=1 << 50, size=True, doc="Host memory of the pool, per worker; never exceeded."
     )

@@ -25,7 +25,7 @@ MODULES = (
     Module("linear", True, "W4A8 linears"),
     Module("prune", True, "value-aware KV pruning"),
     Module("scheduler", True, "KV-length-aware scheduler"),
-    Module("offload", False, "host offload of preempted requests"),
+    Module("offload", True, "host offload of preempted requests"),
 )
 
 # The FX passes that this version has, in order: the names in `kvcompile.passes.pipeline.PASSES`, which needs torch.

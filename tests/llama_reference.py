@@ -14,10 +14,23 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from kvcompile.ops import prune
 from kvcompile.ops.kv8 import reference
 
 # (queries [W, H, d], keys [T, G, d], values [T, G, d], kept) -> [G, kept], ascending
 Select = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def andpro(window: int) -> Select:
+    """Selection by the operators themselves, of AnDPro with that observation window."""
+    method = prune.parse_method("andpro", window=window)
+
+    def select(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: int) -> torch.Tensor:
+        cache, row = prune.pages_of(keys, values)
+        scores = prune.prune_score(queries, cache, row, len(keys), queries.shape[-1] ** -0.5, method)
+        return prune.select(scores, method, kept)
+
+    return select
 
 
 @dataclass
@@ -71,6 +84,23 @@ class Llama:
             answer.tokens.append(int(logits.argmax()))
             answer.leads.append(_lead(logits))
         return answer
+
+    def score(
+        self,
+        prompt: list[int],
+        tokens: list[int],
+        *,
+        kept: int | None = None,
+        window: int = 32,
+        select: Select | None = None,
+    ) -> list[float]:
+        """Log-probabilities of these tokens behind a prompt, of which the same is kept as by `generate`."""
+        cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        logits, scores = self._forward(prompt, 0, cache, prefill=(kept, window, select)), []
+        for place, token in enumerate(tokens):
+            scores.append(float(logits.log_softmax(-1)[token]))
+            logits = self._forward([token], len(prompt) + place, cache)
+        return scores
 
     def _forward(self, tokens: list[int], position: int, cache: list, prefill: tuple | None = None) -> torch.Tensor:
         w = self.weights

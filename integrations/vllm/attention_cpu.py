@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase
+from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase, observe
 from kvcompile.integrations.vllm.prune_jobs import Job
 from kvcompile.ops.kv8 import kv8_attention, kv8_store, plan_attention, plan_decode
 
@@ -19,15 +19,17 @@ from kvcompile.ops.kv8 import kv8_attention, kv8_store, plan_attention, plan_dec
 class KV8Metadata:
     """One step's batch, shared by all layers. R rows (requests), T tokens.
 
-    `query_start_loc` int32 [R + 1], `seq_lens` int32 [R] (context and new tokens), `block_table` int32 [R, columns],
+    `starts` int32 [R + 1], `seq_lens` int32 [R] (context and new tokens), `block_table` int32 [R, columns],
     `slot_mapping` int64 [T], negative where nothing is stored. `plan`: what `plan_attention` made of them. The table
-    and the lengths are without the pages that a pruned request has released. `jobs`: rows whose prompt is to be pruned.
+    and the lengths are without the pages that a pruned request has released; `rows` are whole. A prompt that is stored
+    inline has length 0: it is in no cache. `jobs`: rows whose prompt is to be pruned.
     """
 
     num_tokens: int
-    query_start_loc: torch.Tensor
+    starts: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    rows: torch.Tensor
     slot_mapping: torch.Tensor
     plan: list[torch.Tensor]
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -46,12 +48,15 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
     ) -> KV8Metadata:
         common, spec = common_attn_metadata, self.kv_cache_spec
         table, lengths = plan_decode(common.block_table_tensor, common.seq_lens, spec.block_size)
+        # With more new tokens than there are pages for: of a prompt that is stored inline.
+        lengths = lengths.masked_fill(common.query_start_loc.diff() > lengths, 0)
         batch = (table, lengths, common.query_start_loc)
         return KV8Metadata(
             num_tokens=common.num_actual_tokens,
             block_table=table,
+            rows=common.block_table_tensor,
             seq_lens=lengths,
-            query_start_loc=common.query_start_loc,
+            starts=common.query_start_loc,
             slot_mapping=common.slot_mapping,
             plan=plan_attention(*batch, spec.block_size, spec.num_kv_heads, spec.head_size),
         )
@@ -79,10 +84,13 @@ class KV8Impl(KV8ImplBase[KV8Metadata]):
             return output.zero_()
         m, n = attn_metadata, attn_metadata.num_tokens
         kv8_store(key[:n], value[:n], kv_cache, m.slot_mapping[:n])
-        kv8_attention(query[:n], kv_cache, m.block_table, m.seq_lens, m.query_start_loc, output[:n], self.scale, m.plan)
-        for row, job in m.jobs.items():
-            first, last = m.query_start_loc[row : row + 2].tolist()
-            job.observe(layer.layer_name, query[first:last], kv_cache, m.block_table[row], self.scale)
+        kv8_attention(query[:n], kv_cache, m.block_table, m.seq_lens, m.starts, output[:n], self.scale, m.plan)
+
+        def attend(new: slice, cache: torch.Tensor, pages: torch.Tensor) -> None:
+            ends = torch.tensor([0, new.stop - new.start], dtype=torch.int32)
+            kv8_attention(query[new], cache, pages[None], ends[1:], ends, output[new], self.scale)
+
+        observe(m.jobs, layer.layer_name, query, key, value, kv_cache, m.starts, m.rows, self.scale, attend)
         return output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcompile.integrations.vllm import attention_prefill
 from kvcompile.integrations.vllm.attention_prefill import Prompts
-from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase
+from kvcompile.integrations.vllm.attention_shared import KV8BackendBase, KV8ImplBase, observe
+from kvcompile.integrations.vllm.prune_jobs import Job
 from kvcompile.ops.kv8 import cuda, kv8_decode, kv8_store
 
 OLDEST = DeviceCapability(8, 0)
@@ -30,7 +31,8 @@ class KV8Metadata:
 
     `slot_mapping` int64 [num_tokens], negative where nothing is stored. `seq_lens` int32 and `block_table` int32
     [decodes, columns] are the runner's persistent buffers and `plan` (see plan.cu) the builder's, so that a CUDA graph
-    finds the next step's contents in them.
+    finds the next step's contents in them. `jobs`: rows, of either kind, whose prompt is to be pruned; for them
+    `starts` int32 [R + 1], first tokens of all rows, on the CPU, and `rows` int32 [R, columns], the block table.
     """
 
     num_tokens: int
@@ -40,6 +42,9 @@ class KV8Metadata:
     block_table: torch.Tensor
     plan: list[torch.Tensor]
     prompts: Prompts | None
+    starts: torch.Tensor
+    rows: torch.Tensor
+    jobs: dict[int, Job] = field(default_factory=dict)
 
 
 class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
@@ -82,6 +87,8 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
             prompts=attention_prefill.plan(common, decodes, self.block_size, self.workspace_tokens)
             if prompts
             else None,
+            starts=common.query_start_loc_cpu,
+            rows=common.block_table_tensor,
         )
 
 
@@ -119,6 +126,7 @@ class KV8Impl(KV8ImplBase[KV8Metadata]):
             attention_prefill.attend(
                 query[new], key[new], value[new], kv_cache, m.prompts, output[new], self.scale, self.flash
             )
+        observe(m.jobs, layer.layer_name, query, key, value, kv_cache, m.starts, m.rows, self.scale)
         return output
 
 

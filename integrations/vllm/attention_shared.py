@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from vllm.config.cache import CacheDType
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionType, MultipleOf
 
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE
+from kvcompile.integrations.vllm.prune_jobs import Job
 from kvcompile.ops.kv8 import HEAD_SIZES, kv_cache_shape
+from kvcompile.ops.prune import pages_of
 
 M = TypeVar("M", bound=AttentionMetadata)
 
@@ -68,3 +72,42 @@ class KV8BackendBase(AttentionBackend):
         if cache_dtype_str != KV8_CACHE_DTYPE:
             raise ValueError(f"the KV8 backend needs KV cache dtype {KV8_CACHE_DTYPE}, got {cache_dtype_str}")
         return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+
+def observe(
+    jobs: Mapping[int, Job],
+    layer: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    starts: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    attend: Callable[[slice, torch.Tensor, torch.Tensor], None] | None = None,
+) -> None:
+    """Show the prompts that are to be pruned, by row, their new tokens of one layer, whose K and V the cache holds.
+
+    query: [T, H, d] of all rows; key, value: [T, G, d]. starts: int32 [R + 1], each row's first token, on the CPU:
+    nothing waits for a device. block_table: int32 [R, columns]. A prompt that is to be pruned has released nothing yet:
+    its row is whole. But of one that is stored inline the cache holds nothing. It is all in this step, and is given a
+    cache for the length of this call, over which `attend(tokens, cache, row)` may compute what it has to.
+    """
+    for row, job in jobs.items():
+        new = slice(*starts[row : row + 2].tolist())
+        if not job.plan.inline:
+            job.observe(layer, query[new], kv_cache, block_table[row], scale)
+            continue
+        cache, pages = pages_of(key[new], value[new], kv_cache.shape[2])
+        if attend is not None:
+            attend(new, cache, pages)
+        job.store(layer, query[new], cache, pages, kv_cache, block_table[row], scale)
+
+
+def attach(metadata: Iterable[Any], jobs: Mapping[int, Job]) -> None:
+    """Give the metadata of a step its jobs, by row; of a prompt stored inline no token is stored as it comes."""
+    for each in {id(m): m for m in metadata}.values():
+        each.jobs.update(jobs)
+        for row, job in jobs.items():
+            if job.plan.inline:
+                each.slot_mapping[slice(*each.starts[row : row + 2].tolist())] = -1

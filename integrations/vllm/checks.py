@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvcompile.config import UsageError, shown
-from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR, W4A8_QUANTIZATION
 from kvcompile.integrations.vllm.linear_config import NO_LORA, W4A8Config
 from kvcompile.integrations.vllm.request import request_of
 from kvcompile.llama import ARCHITECTURES
@@ -89,7 +89,8 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
     given = {
         "--enable-lora": args.enable_lora,
         "--speculative-config": args.speculative_config is not None,
-        "--kv-transfer-config": args.kv_transfer_config is not None,
+        "--kv-transfer-config": args.kv_transfer_config is not None
+        and args.kv_transfer_config.kv_connector != OFFLOAD_CONNECTOR,
         "--kv-offloading-size": args.kv_offloading_size is not None,
         "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,

@@ -39,8 +39,10 @@ def install() -> None:
     _wrap_command_line()
     _wrap_engine_config()
     _wrap_request_validation()
+    _wrap_statistics()
     _register_attention_backend()
     _register_quantization()
+    _register_offload_connector()
     linear_hooks.install()
     _wrap_compile_cache_key()
     if current_platform.is_cpu():
@@ -130,6 +132,26 @@ def _wrap_request_validation() -> None:
     InputProcessor._validate_params = wrapped
 
 
+def _wrap_statistics() -> None:
+    """What kvcompile's schedulers count comes with vLLM's statistics and is shown by its Prometheus logger.
+
+    Not a plug-in of the group `vllm.stat_logger_plugins`: an `LLM` loads none, and any makes `vllm serve` gather
+    statistics that --disable-log-stats has switched off, with or without kvcompile.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    init = StatLoggerManager.__init__
+
+    @functools.wraps(init)
+    def wrapped(self: StatLoggerManager, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from kvcompile.integrations.vllm import metrics
+
+        init(self, vllm_config, *args, **kwargs)
+        metrics.show(self, vllm_config)
+
+    StatLoggerManager.__init__ = wrapped
+
+
 def _register_attention_backend() -> None:
     """CUSTOM is vLLM's name for a backend from outside; it is used only where a configuration names it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -146,6 +168,16 @@ def _register_quantization() -> None:
     from kvcompile.integrations.vllm.linear_config import W4A8Config
 
     register_quantization_config(W4A8_QUANTIZATION)(W4A8Config)
+
+
+def _register_offload_connector() -> None:
+    """--kv-transfer-config may name it, and a configuration that does is read in every process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR
+
+    module = "kvcompile.integrations.vllm.offload_connector"
+    KVConnectorFactory.register_connector(OFFLOAD_CONNECTOR, module, OFFLOAD_CONNECTOR)
 
 
 def _wrap_compile_cache_key() -> None:

@@ -18,10 +18,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile.config import Kv8Config, KVCompileConfig, PruneConfig, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
-from kvcompile.integrations.vllm import checks, compat, report
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_SCHEDULER, PRUNING_WORKER, SCHEDULER
+from kvcompile.integrations.vllm import checks, compat, offload_preset, report
+from kvcompile.integrations.vllm.active import (
+    KV8_CACHE_DTYPE,
+    PRUNING_GPU_WORKER,
+    PRUNING_SCHEDULER,
+    PRUNING_WORKER,
+    SCHEDULER,
+    offloads,
+)
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
+from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.integrations.vllm.request import Request
 from kvcompile.presets import NAME, refuse_unavailable
 
@@ -30,7 +38,11 @@ logger = init_logger("vllm.kvcompile")
 # No field of vLLM's, so an entry of the configuration's __dict__, as is the mark of a request.
 _SAID = "_kvcompile_startup_line"
 
-STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"  # what vLLM's CPU platform takes
+# What vLLM takes for each of ours.
+_STOCK_WORKERS = {
+    PRUNING_WORKER: "vllm.v1.worker.cpu_worker.CPUWorker",
+    PRUNING_GPU_WORKER: "vllm.v1.worker.gpu_worker.Worker",
+}
 
 # Backends that read and write that layout: ours, and vLLM's own Triton kernels. The CPU platform would replace the
 # latter, with a line in its log, by kernels that take the int8 cache for fp8.
@@ -47,10 +59,13 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     options, source = _options(args, request)
     resolved = resolve(overrides=options, environ=os.environ, overrides_source=source)
     refuse_unavailable(resolved)
+    resolved = offload_preset.with_flag(args, resolved)
     notes: dict[str, str] = {}  # module -> why it is off or less than it could be
     args = copy.copy(args)
     _apply_kv8(args, resolved.config.kv8, notes)
     _apply_prune(args, resolved.config.prune, notes)
+    our_attention = "kv8" not in notes and _backend(args) is AttentionBackendEnum.CUSTOM
+    offload_preset.apply(args, resolved.config.offload, notes, our_attention=our_attention)
     _apply_passes(args, request, resolved.config, notes)
     args.additional_config = {**args.additional_config, NAME: to_dict(resolved.config)}
     if not resolved.config.linear.enabled:
@@ -59,6 +74,9 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     config = _build(args, build)
     _apply_scheduler(config, resolved.config.scheduler, notes)
     _let_scheduler_prune(config, notes)
+    if "prune" not in notes and resolved.config.prune.method == "critical":
+        _refuse_unknown_projections(config)
+    offload_preset.let_scheduler_offload(config, resolved.config.offload)
     split_where_vllm_splits(config.compilation_config)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
@@ -140,23 +158,24 @@ def _apply_prune(args: EngineArgs, config: PruneConfig, notes: dict[str, str]) -
     if not config.enabled:
         notes["prune"] = "prune.enabled=false"
         return
-    later = {
-        "prune.inline=always": config.inline == "always",
-        "prune.reprune_interval_tokens": config.reprune_interval_tokens > 0,
-        "prune.method=critical": config.method == "critical",
-    }
-    if given := [name for name, there in later.items() if there]:
-        raise UsageError(f"{', '.join(given)}: not in this version of kvcompile; remove it, or set prune.enabled=false")
+    if config.reprune_interval_tokens:
+        raise UsageError(
+            "prune.reprune_interval_tokens: not in this version of kvcompile; remove it, or set prune.enabled=false"
+        )
     if "kv8" in notes or _backend(args) is not AttentionBackendEnum.CUSTOM:
         notes["prune"] = "attention is not kvcompile's"
-    elif not current_platform.is_cpu():
-        notes["prune"] = "not on a GPU in this version"
+    elif not (current_platform.is_cpu() or current_platform.is_cuda()):
+        notes["prune"] = "neither on a CPU nor on an NVIDIA GPU"
     elif args.worker_cls != "auto":
         notes["prune"] = "--worker-cls given"
-    elif args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
-        notes["prune"] = "more than one rank: not in this version"
+    elif args.pipeline_parallel_size > 1:
+        # Each stage has layers of its own and comes to a step at another time, so that no rank knows of all layers
+        # whether they have scored when it has to move the tokens of its own.
+        notes["prune"] = "--pipeline-parallel-size given: no rank scores all layers"
+    elif args.enable_dbo or args.ubatch_size > 1:
+        notes["prune"] = "--enable-dbo or --ubatch-size given: a step is split in parts"
     else:
-        args.worker_cls = PRUNING_WORKER
+        args.worker_cls = PRUNING_WORKER if current_platform.is_cpu() else PRUNING_GPU_WORKER
 
 
 def _let_scheduler_prune(config: VllmConfig, notes: dict[str, str]) -> None:
@@ -164,14 +183,22 @@ def _let_scheduler_prune(config: VllmConfig, notes: dict[str, str]) -> None:
     if "prune" in notes:
         return
     scheduler = config.scheduler_config
-    if config.use_v2_model_runner:
-        notes["prune"] = "model runner V2: not in this version"
-    elif scheduler.scheduler_cls not in (None, SCHEDULER):
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
         notes["prune"] = "--scheduler-cls given"
     elif scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = PRUNING_SCHEDULER
     if "prune" in notes:
-        config.parallel_config.worker_cls = STOCK_CPU_WORKER
+        config.parallel_config.worker_cls = _STOCK_WORKERS[config.parallel_config.worker_cls]
+
+
+def _refuse_unknown_projections(config: VllmConfig) -> None:
+    """See `prune_weights.py`: of another quantisation a layer's answer to a unit vector may not be its weight."""
+    quantised = config.quant_config
+    if quantised is not None and not isinstance(quantised, W4A8Config):
+        raise UsageError(
+            f"prune.method=critical weighs tokens by the output projections, which it knows where they are W4A8 or not "
+            f"quantised; the quantization of this model is {quantised.get_name()}; choose another prune.method"
+        )
 
 
 def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[str, str]) -> None:
@@ -183,7 +210,7 @@ def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[s
         notes["scheduler"] = "--scheduler-cls given"
     elif config.speculative_config is not None:
         notes["scheduler"] = "speculative decoding: how many tokens a step adds is not known ahead"
-    elif config.kv_transfer_config is not None:
+    elif config.kv_transfer_config is not None and not offloads(config):
         notes["scheduler"] = "a KV connector is configured"
     elif missing:
         notes["scheduler"] = f"vLLM's scheduler has no {', '.join(missing)}"

@@ -2,6 +2,9 @@
 
 Every layer scores during the forward pass. Only when all have, kept tokens are moved, as a rewrite in place cannot be
 undone half-way; then the worker's own table row gets its null blocks, and the request is acknowledged.
+
+A prompt that is stored inline is in no cache: each layer scores it from a cache made for the length of the call, and
+stores what is kept where it belongs. There is no way back, so where scores fail that layer keeps the last tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from vllm.logger import init_logger
 
 from kvcompile.integrations.vllm.prune_scheduler import Step
+from kvcompile.ops.prune import prune_copy
 from kvcompile.prune.plan import Plan
 
-# (queries [W, H, d], cache, table row int32 [columns], tokens, kept, scale) -> int32 [G, kept], ascending
-Select = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor]
+logger = init_logger("vllm.kvcompile")
+
+# (layer, queries [W, H, d], cache, table row int32 [columns], tokens, kept, scale) -> int32 [G, kept], ascending
+Select = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor]
+# (cache, table row, kept tokens) of each layer, and the plan: the kept tokens to where they belong
+Move = Callable[[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], Plan], None]
+# Which prompts this rank can prune -> which all ranks can: see `prune_ranks.py`
+Agree = Callable[[list[bool]], list[bool]]
 
 
 @dataclass
@@ -28,6 +39,8 @@ class Job:
     final: bool = False
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
     keeps: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
+    failures: dict[type[Exception], str] = field(default_factory=dict)
 
     def observe(
         self, layer: str, query: torch.Tensor, kv_cache: torch.Tensor, table_row: torch.Tensor, scale: float
@@ -36,9 +49,40 @@ class Job:
         earlier = self.queries.get(layer)
         last = query if earlier is None else torch.cat([earlier, query])
         self.queries[layer] = last[-self.window :].clone()
-        if self.final:
-            keep = self.select(self.queries[layer], kv_cache, table_row, self.plan.tokens, self.plan.kept, scale)
+        if self.final and (keep := self._scored(layer, self.queries[layer], kv_cache, table_row, scale)) is not None:
             self.keeps[layer] = kv_cache, table_row, keep
+
+    def store(
+        self,
+        layer: str,
+        query: torch.Tensor,
+        prompt_cache: torch.Tensor,
+        prompt_row: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table_row: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Of a prompt that is stored inline, in one layer: its kept tokens from a cache of its own to `kv_cache`.
+
+        query [T, H, d]; prompt_cache, prompt_row: as `pages_of` makes them of its keys and values; table_row: int32
+        [columns], of which the released ones are not read.
+        """
+        plan = self.plan
+        keep = self._scored(layer, query[-self.window :], prompt_cache, prompt_row, scale)
+        if keep is None:
+            last = torch.arange(plan.first, plan.tokens, dtype=torch.int32, device=kv_cache.device)
+            keep = last.repeat(kv_cache.shape[3], 1)
+        prune_copy(prompt_cache, prompt_row, kv_cache, table_row, keep, plan.first)
+        self.stored.add(layer)
+
+    def _scored(
+        self, layer: str, window: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
+        try:
+            return self.select(layer, window, cache, row, self.plan.tokens, self.plan.kept, scale)
+        except (RuntimeError, ValueError) as error:  # memory on a device; what an operator refuses
+            self.failures[type(error)] = str(error)
+            return None
 
 
 class Jobs:
@@ -49,12 +93,16 @@ class Jobs:
         window: int,
         layers: int,
         select: Select,
-        move: Callable[[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], Plan], None],
+        move: Move,
+        agree: Agree = list,
     ) -> None:
         self._window, self._layers, self._select, self._move = window, layers, select, move
+        self._agree = agree
         self._jobs: dict[str, Job] = {}
         self._step: Mapping[str, Step] = {}
         self._to_release: dict[str, int] = {}
+        self._failures = 0
+        self._failures_said: set[type] = set()
 
     def forget(self, request_id: str) -> None:
         """It has ended or been preempted."""
@@ -77,16 +125,34 @@ class Jobs:
     def end(self) -> dict[str, int]:
         """The layers have run: move what is to be kept. Epochs of the requests that have been pruned, by id."""
         acknowledged = {}
-        for request_id, told in self._step.items():
-            if not told.final:
-                continue
-            job = self._jobs.pop(request_id)
-            if len(job.keeps) == self._layers:
+        ended = {request_id: self._jobs.pop(request_id) for request_id, told in self._step.items() if told.final}
+        for job in ended.values():
+            self._note_failures(job)
+            if job.plan.inline and len(job.stored) != self._layers:
+                raise RuntimeError(f"{len(job.stored)} of {self._layers} layers have stored a prompt's kept tokens")
+        moved = {request_id: job for request_id, job in ended.items() if not job.plan.inline}
+        scored = self._agree([len(job.keeps) == self._layers for job in moved.values()]) if moved else []
+        for (request_id, job), ready in zip(moved.items(), scored, strict=True):
+            if ready:
                 self._move(list(job.keeps.values()), job.plan)
                 self._to_release[request_id] = job.plan.released
                 acknowledged[request_id] = job.plan.epoch
         self._step = {}
         return acknowledged
+
+    def _note_failures(self, job: Job) -> None:
+        if not job.failures:
+            return
+        self._failures += 1
+        instead = "it keeps its last tokens there" if job.plan.inline else "it stays whole"
+        for kind in job.failures.keys() - self._failures_said:
+            self._failures_said.add(kind)
+            logger.warning("a prompt could not be scored in some layers, %s: %s", instead, job.failures[kind])
+
+    def take_failures(self) -> int:
+        """Prompts that could not be scored, since this was last called."""
+        failures, self._failures = self._failures, 0
+        return failures
 
     def take_released(self) -> dict[str, int]:
         """Requests whose first columns the worker has to null before it prepares another step, and how many."""

@@ -7,25 +7,51 @@ added is a dictionary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from kvcompile.config import PruneConfig, UsageError
+from kvcompile.integrations.vllm.metrics import RESIDENT_TOKENS, Tally
 from kvcompile.prune import plan as planning
+from kvcompile.prune.inline import TWO_PHASE, InlinePolicy
 from kvcompile.prune.plan import Plan
-
-logger = init_logger("vllm.kvcompile")
 
 
 class PruningManager(FullAttentionManager):
-    """vLLM's manager of blocks. plans: of requests that are to be pruned and of those that were, by id."""
+    """vLLM's manager of blocks.
+
+    plans: of requests that are to be pruned and of those that were, by id. committed: those whose pages in front are
+    null blocks; of a prompt that is stored inline they are from the start.
+    """
 
     plans: dict[str, Plan]
     committed: set[str]
+    policy: InlinePolicy
+
+    def decide(self, request_id: str, inline: bool) -> None:
+        """How a request that is about to be admitted is stored."""
+        self.plans[request_id] = replace(self.plans[request_id], inline=inline)
+        (self.committed.add if inline else self.committed.discard)(request_id)
+
+    def _begins_inline(self, request_id: str) -> Plan | None:
+        plan = self.plans.get(request_id)
+        return plan if plan and plan.inline and not self.req_to_blocks.get(request_id) else None
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        blocks = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        plan = self._begins_inline(request_id)
+        return blocks - plan.released if plan else blocks
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        if plan := self._begins_inline(request_id):
+            self.req_to_blocks[request_id] = [self._null_block] * plan.released
+        return super().allocate_new_blocks(request_id, *args, **kwargs)
 
     def commit(self, request_id: str, epoch: int) -> int:
         """The worker has moved the kept tokens: give up the pages in front of them. How many; others may hold them too.
@@ -47,6 +73,8 @@ class PruningManager(FullAttentionManager):
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         # What comes behind is rewritten, and must never be taken for the prompt's own.
         if plan := self.plans.get(request.request_id):
+            if plan.inline:
+                return
             num_tokens = min(num_tokens, plan.first)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
@@ -57,11 +85,14 @@ class PruningManager(FullAttentionManager):
         # Finished, aborted or preempted.
         self.plans.pop(request_id, None)
         self.committed.discard(request_id)
+        self.policy.forget(request_id)
         super().free(request_id)
 
 
 class PruningCacheManager(KVCacheManager):
     """vLLM's cache manager, which sees a request when it is admitted: where its plan is made."""
+
+    tally: Tally
 
     @property
     def pruning(self) -> PruningManager:
@@ -74,7 +105,7 @@ class PruningCacheManager(KVCacheManager):
             plans.pop(request.request_id, None)
             return super().get_computed_blocks(request)
         plans[request.request_id] = plan
-        if not self.enable_caching or request.skip_reading_prefix_cache:
+        if not self.enable_caching or request.skip_reading_prefix_cache or not self.pruning.policy.uses_hits(plan):
             return self.empty_kv_cache_blocks, 0
         # Pages behind the released ones are this request's own to rewrite.
         most = min(request.num_tokens - 1, plan.first)
@@ -84,26 +115,81 @@ class PruningCacheManager(KVCacheManager):
             self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=tokens, preempted=preempted)
         return self.create_kv_cache_blocks(blocks), tokens
 
+    def allocate_slots(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        return self.in_some_way(super().allocate_slots, request, num_new_tokens, **kwargs)
+
+    def allocate_as_decided(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        """vLLM's `allocate_slots`, as `PruningManager.decide` was told."""
+        return super().allocate_slots(request, num_new_tokens, **kwargs)
+
+    def in_some_way(
+        self, allocate: Callable[..., KVCacheBlocks | None], request: Request, num_new_tokens: int, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """Blocks from `allocate`, which is called once for each way to store the request until there are some."""
+        manager, request_id = self.pruning, request.request_id
+        plan = manager.plans.get(request_id)
+        if plan is None or request.num_computed_tokens:  # not pruned, or admitted before
+            return allocate(request, num_new_tokens, **kwargs)
+        hits = computed_before(**kwargs)
+        if self.would_split(plan, num_new_tokens, hits):
+            # It starts if all of it fits, whatever vLLM was told: in another step it may need fewer blocks.
+            kwargs["full_sequence_must_fit"] = True
+        for way in manager.policy.ways(request_id, plan, num_new_tokens, hits):
+            manager.decide(request_id, way)
+            blocks = allocate(request, num_new_tokens, **kwargs)
+            if blocks is not None:
+                return blocks
+        manager.decide(request_id, TWO_PHASE)
+        return None
+
+    def would_split(self, plan: Plan, num_new_tokens: int, hits: int) -> bool:
+        """Whether a step that computes so many tokens stands in the way of storing a prompt inline."""
+        return not hits and num_new_tokens < plan.tokens and self.pruning.policy.possible(plan)
+
     def plan_of(self, request: Request) -> Plan | None:
-        """Of a request that is about to be admitted; None if it is not pruned.
+        """Of a request that is about to be admitted; None if it is not pruned."""
+        own, refusal = self._asked(request)
+        return None if refusal else self._plan(request, own)
+
+    def refusal_of(self, request: Request) -> tuple[str, str] | None:
+        """Why one that would be pruned is not: the label that counts it and what to say. None: nobody refused it."""
+        own, refusal = self._asked(request)
+        return refusal if refusal and self._plan(request, own) else None
+
+    def _plan(self, request: Request, own: int | None) -> Plan | None:
+        manager = self.pruning
+        return planning.plan(request.num_tokens, manager.block_size, manager.prune_config, request.num_preemptions, own)
+
+    def _asked(self, request: Request) -> tuple[int | None, tuple[str, str] | None]:
+        """A request's own budget, and what forbids to prune it.
 
         One that asks for the log-probabilities of its prompt stays whole: who looks at a prompt so closely has it all.
         """
-        manager = self.pruning
-        sampling = request.sampling_params
-        if sampling is None or sampling.prompt_logprobs is not None:
-            return None
-        config, block_size = manager.prune_config, manager.block_size
+        manager, sampling = self.pruning, request.sampling_params
         try:
-            own = planning.request_budget(sampling.extra_args, config, block_size)
+            own = planning.request_budget(sampling.extra_args, manager.prune_config, manager.block_size)
         except UsageError as error:
             # Judged before, unless a caller has gone past vLLM's input processor: no reason to take the engine down.
-            logger.warning_once("a request is not pruned: %s", error)
-            return None
-        return planning.plan(request.num_tokens, block_size, config, request.num_preemptions, own)
+            return None, ("wrong_request", str(error))
+        if sampling.prompt_logprobs is not None:
+            return own, ("prompt_logprobs", "it asks for the log-probabilities of its prompt, which need all of it")
+        return own, None
+
+    def free(self, request: Request) -> None:
+        # Finished, aborted or preempted; whoever never ran holds nothing.
+        if request.is_finished() and request.num_computed_tokens:
+            pruned = request.request_id in self.pruning.committed
+            given_up = self.pruning.plans[request.request_id].first if pruned else 0
+            self.tally.observe(RESIDENT_TOKENS, request.num_computed_tokens - given_up)
+        super().free(request)
 
 
-def install(manager: KVCacheManager, config: PruneConfig) -> PruningManager:
+def computed_before(*, num_new_computed_tokens: int = 0, num_external_computed_tokens: int = 0, **_: Any) -> int:
+    """Of the arguments of `allocate_slots`: tokens of a new request that are not to be computed."""
+    return num_new_computed_tokens + num_external_computed_tokens
+
+
+def install(manager: KVCacheManager, config: PruneConfig, tally: Tally, policy: InlinePolicy) -> PruningManager:
     """Make the managers of a scheduler prune. Raises UsageError for a cache that they cannot account for."""
     managers = manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
@@ -111,6 +197,6 @@ def install(manager: KVCacheManager, config: PruneConfig) -> PruningManager:
         raise UsageError(f"pruning needs one cache group of full attention and found {kinds}; use prune.enabled=false")
     single = managers[0]
     single.__class__ = PruningManager
-    single.plans, single.committed, single.prune_config = {}, set(), config
-    manager.__class__ = PruningCacheManager
+    single.plans, single.committed, single.prune_config, single.policy = {}, set(), config, policy
+    manager.__class__, manager.tally = PruningCacheManager, tally
     return single

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from kvcompile.config import PruneConfig
-from kvcompile.integrations.vllm.active import PRUNING_WORKER, is_active
+from kvcompile.integrations.vllm.active import is_active, prunes
 from kvcompile.presets import NAME
 from kvcompile.prune.plan import BUDGET, SWITCH, request_budget
 
@@ -23,7 +23,7 @@ def refuse_wrong(config: VllmConfig, params: Any) -> None:
     except ValueError as error:
         raise ValueError(str(error)) from None
     asked = BUDGET if budget else SWITCH if SWITCH in extra and budget is None else None
-    if asked and config.parallel_config.worker_cls != PRUNING_WORKER:
+    if asked and not prunes(config):
         raise ValueError(f"{asked} is {extra[asked]!r} and this server does not prune; leave it out")
     if asked and params.prompt_logprobs is not None:
         raise ValueError(f"{asked} is {extra[asked]!r} and prompt_logprobs are asked for, with which nothing is pruned")

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
 from kvcompile.config import PruneConfig
-from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, PRUNING_WORKER, SCHEDULER, W4A8_QUANTIZATION
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, W4A8_QUANTIZATION, offloads, prunes
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
 from kvcompile.prune.plan import least_budget
 
@@ -42,7 +42,7 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
     Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
     way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse. Nor has it
     where every pass is switched off, or all but the attention swap, whose work is done without it too, or where pruning
-    is off.
+    or offload is off.
     """
     off = why_not(config, notes)
     if config.model_config.quantization != W4A8_QUANTIZATION:
@@ -51,6 +51,8 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
         off.pop("passes", None)
     if not config.additional_config[NAME]["prune"]["enabled"]:
         off.pop("prune", None)
+    if not config.additional_config[NAME]["offload"]["enabled"]:
+        off.pop("offload", None)
     return off
 
 
@@ -145,7 +147,7 @@ def _prune(config: VllmConfig) -> tuple[str, str | None]:
     options = config.additional_config[NAME]["prune"]
     if not options["enabled"]:
         return "", "prune.enabled=false"
-    if config.parallel_config.worker_cls != PRUNING_WORKER:
+    if not prunes(config):
         return "", f"worker {config.parallel_config.worker_cls}"
     budget = options["budget_tokens"]
     budget = budget and max(budget, least_budget(PruneConfig(**options), config.cache_config.block_size))
@@ -153,4 +155,22 @@ def _prune(config: VllmConfig) -> tuple[str, str | None]:
     return f"{options['method']}, of a prompt {kept} kept", None
 
 
-_STATE = {"kv8": _kv8, "passes": _passes, "linear": _linear, "prune": _prune, "scheduler": _scheduler}
+def _offload(config: VllmConfig) -> tuple[str, str | None]:
+    if not offloads(config):
+        return "", "offload.enabled=false"
+    options = config.additional_config[NAME]["offload"]
+    said = (
+        f"{options['cpu_bytes_to_use']} bytes of host memory, copies ahead of need below "
+        f"{options['lazy_gpu_free_trigger']:.0%} free blocks"
+    )
+    return said, None
+
+
+_STATE = {
+    "kv8": _kv8,
+    "passes": _passes,
+    "linear": _linear,
+    "prune": _prune,
+    "scheduler": _scheduler,
+    "offload": _offload,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
@@ -11,13 +11,18 @@ from kvcompile.schedule.waiting import WaitingOrder
 
 
 class LengthQueue(RequestQueue):
-    """Requests in the order of `WaitingOrder`. Resident KV length: what a request holds once its prompt is computed."""
+    """Requests in the order of `WaitingOrder`.
 
-    def __init__(self, order: WaitingOrder, block_tokens: int, *, by_priority: bool) -> None:
-        self.order, self.block_tokens, self.by_priority = order, block_tokens, by_priority
+    resident: the KV length of a request, in tokens: what it holds once its prompt is computed, and pruned if it is.
+    """
+
+    def __init__(
+        self, order: WaitingOrder, block_tokens: int, resident: Callable[[Request], int], *, by_priority: bool
+    ) -> None:
+        self.order, self.block_tokens, self.resident, self.by_priority = order, block_tokens, resident, by_priority
 
     def add_request(self, request: Request) -> None:
-        tokens = request.num_tokens
+        tokens = self.resident(request)
         self.order.add(
             request,
             tokens=tokens,

@@ -18,7 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvcompile.config import SchedulerConfig
-from kvcompile.integrations.vllm.active import PRUNING_WORKER
+from kvcompile.integrations.vllm.active import offloads, prunes
+from kvcompile.integrations.vllm.prune_manager import PruningCacheManager, computed_before
 from kvcompile.integrations.vllm.prune_scheduler import Pruning
 from kvcompile.integrations.vllm.schedule_queue import LengthQueue
 from kvcompile.presets import NAME
@@ -47,7 +48,7 @@ class _LengthAware(Scheduler):
         super().__init__(*args, **kwargs)
         options = SchedulerConfig(**self.vllm_config.additional_config[NAME]["scheduler"])
         self._manager = self.kv_cache_manager
-        self._admitting = _AdmittingManager(self._manager, self._allocate_if_it_lasts)
+        self._admitting = _AdmittingManager(self._manager, self._admit)
         pool = self._manager.block_pool
         self._usable_blocks = pool.num_gpu_blocks - 1  # one is the null block
         self._reserve_blocks = int(options.reserve_ratio * self._usable_blocks)
@@ -62,7 +63,7 @@ class _LengthAware(Scheduler):
             hits=self._prefix_hits,
         )
         self._by_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.waiting = LengthQueue(order, self.block_size, by_priority=self._by_priority)
+        self.waiting = LengthQueue(order, self.block_size, self._resident_tokens, by_priority=self._by_priority)
         # Priority is in our own orders. Told so, vLLM would look for victims itself, by priority and arrival alone.
         self.policy = SchedulingPolicy.FCFS
         self._demand: BlockDemand | None = None
@@ -96,24 +97,28 @@ class _LengthAware(Scheduler):
             return self.waiting if waiting < skipped else self.skipped_waiting
         return super()._select_waiting_queue_for_scheduling()
 
-    def _allocate_if_it_lasts(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+    def _admit(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
         """vLLM's `allocate_slots`, refusing what would be preempted, or have another preempted, within the horizon."""
-        if request is self._refused:
-            return None
+        return None if request is self._refused else self._allocate_if_it_lasts(request, num_new_tokens, **kwargs)
+
+    def _allocate_if_it_lasts(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
         pool = self._manager.block_pool
-        holding = self._holding_of_new(request, **kwargs)
+        holding = self._holding_of_new(request, num_new_tokens, **kwargs)
         free = pool.get_num_free_blocks()
         # Alone, a request has the whole pool, and vLLM does not start with a pool that is too small for one.
         if self.running and not self._lasts(holding, free - self._reserve_blocks):
             # Until blocks are given back that can hardly change: what runs and is not pruned only takes more.
             self._refused, self._ask_again_step = request, self.current_step + self.block_size
             return None
-        blocks = self._manager.allocate_slots(request, num_new_tokens, **kwargs)
+        blocks = self._allocate(request, num_new_tokens, **kwargs)
         if kwargs.get("num_new_computed_tokens"):
             self._demand = None  # blocks of others may be shared now, and are not given back when those end
         elif blocks is not None and self._demand is not None:
             self._demand.add(holding._replace(missing=holding.missing - (free - pool.get_num_free_blocks())))
         return blocks
+
+    def _allocate(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        return self._manager.allocate_slots(request, num_new_tokens, **kwargs)
 
     def _lasts(self, holding: Holding, free: int) -> bool:
         """Whether so many free blocks are enough for this request and all that run, over the whole horizon."""
@@ -133,6 +138,7 @@ class _LengthAware(Scheduler):
     def _holding_of_new(
         self,
         request: Request,
+        num_new_tokens: int,
         *,
         new_computed_blocks: KVCacheBlocks | None = None,
         num_new_computed_tokens: int = 0,
@@ -150,7 +156,9 @@ class _LengthAware(Scheduler):
             num_tokens_main_model=tokens,
             apply_admission_cap=True,
         )
-        return Holding(tokens, -(-tokens // self.block_size), missing, self._left(request), returned=0)
+        computed = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+        returned = None if computed < tokens else 0
+        return Holding(tokens, -(-tokens // self.block_size), missing, self._left(request), returned)
 
     def _left(self, request: Request) -> int:
         ends = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
@@ -174,19 +182,28 @@ class _LengthAware(Scheduler):
 
     def _holding_of(self, request: Request, tokens: int) -> Holding:
         """Of a running request whose prompt is in progress, or which may end within the horizon."""
+        blocks, left = -(-tokens // self.block_size), self._left(request)
+        if request in self._inflight_prefills:
+            return Holding(tokens, blocks, self._missing(request), left, returned=None)
         held = self._manager.get_blocks(request.request_id).blocks[0]
-        returned = sum(block.ref_cnt == 1 for block in held)
-        missing = self._missing(request) if request in self._inflight_prefills else 0
-        return Holding(tokens, -(-tokens // self.block_size), missing, self._left(request), returned)
+        returned = sum(block.ref_cnt == 1 and not block.is_null for block in held)
+        return Holding(tokens, blocks, 0, left, returned)
 
     def _stake(self, request: Request) -> Stake:
         return Stake(request.priority if self._by_priority else 0, request.num_computed_tokens, request.arrival_time)
 
+    def _resident_tokens(self, request: Request) -> int:
+        """Tokens of KV that a waiting request will hold once its prompt is computed."""
+        return request.num_tokens
+
     def _prefix_hits(self, request: Request) -> int:
         if not self._manager.enable_caching or request.skip_reading_prefix_cache:
             return 0
-        found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, self._most_hits(request))
         return found[1]
+
+    def _most_hits(self, request: Request) -> int:
+        return request.num_tokens - 1
 
 
 class LengthAwareScheduler(_LengthAware):
@@ -198,29 +215,85 @@ class LengthAwareAsyncScheduler(_LengthAware, AsyncScheduler):
 
 
 class PruningLengthAware(Pruning, _LengthAware):
-    """Whose requests are pruned, whichever way it schedules."""
+    """Whose requests are pruned, whichever way it schedules: they are counted with what they will really hold."""
+
+    _manager: PruningCacheManager
 
     def on_release(self) -> None:
         self._refused = None
+
+    def _admit(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        if request is self._refused:
+            return None
+        blocks = self._manager.in_some_way(self._allocate_if_it_lasts, request, num_new_tokens, **kwargs)
+        plan = self.pruning.plans.get(request.request_id)
+        if blocks is not None or plan and self._manager.would_split(plan, num_new_tokens, computed_before(**kwargs)):
+            self._refused = None  # the next step may have room for all of the prompt, which then needs fewer blocks
+        return blocks
+
+    def _allocate(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        return self._manager.allocate_as_decided(request, num_new_tokens, **kwargs)
+
+    def _holding_of_new(self, request: Request, num_new_tokens: int, **kwargs: Any) -> Holding:
+        holding = super()._holding_of_new(request, num_new_tokens, **kwargs)
+        plan = self.pruning.plans.get(request.request_id)
+        computed = request.num_computed_tokens + computed_before(**kwargs)
+        if plan is None or plan.inline or computed + num_new_tokens != plan.tokens:
+            return holding
+        # All that it takes from the pool but what it keeps; pages that others hold too do not come back.
+        return holding._replace(pruned=holding.missing - (holding.blocks - plan.released))
+
+    def _resident_tokens(self, request: Request) -> int:
+        plan = self._manager.plan_of(request)
+        return plan.kept if plan else request.num_tokens
+
+    def _most_hits(self, request: Request) -> int:
+        most, plan = super()._most_hits(request), self._manager.plan_of(request)
+        if plan is None:
+            return most
+        return min(most, plan.first) if self.pruning.policy.uses_hits(plan) else 0
 
 
 class PruningLengthAwareScheduler(PruningLengthAware, LengthAwareScheduler):
     """For synchronous scheduling, and pruned."""
 
 
+class PruningLengthAwareAsyncScheduler(PruningLengthAware, LengthAwareAsyncScheduler):
+    """For asynchronous scheduling, and pruned."""
+
+
 class PruningScheduler(Pruning, Scheduler):
     """In vLLM's order, and pruned."""
 
 
+class PruningAsyncScheduler(Pruning, AsyncScheduler):
+    """In vLLM's order, asynchronously, and pruned."""
+
+
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler for a configuration: vLLM calls what `scheduler_cls` names, once it knows how it schedules."""
-    if vllm_config.parallel_config.worker_cls == PRUNING_WORKER:  # of a CPU, where vLLM schedules synchronously
-        kind = PruningLengthAwareScheduler
+    if prunes(vllm_config):
+        kinds = PruningLengthAwareScheduler, PruningLengthAwareAsyncScheduler
     else:
-        kind = LengthAwareAsyncScheduler if vllm_config.scheduler_config.async_scheduling else LengthAwareScheduler
-    return kind(vllm_config=vllm_config, **kwargs)
+        kinds = LengthAwareScheduler, LengthAwareAsyncScheduler
+    return _make(kinds, vllm_config, **kwargs)
 
 
 def make_pruning_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """As `make_scheduler`, where requests are pruned and kvcompile's order is off."""
-    return PruningScheduler(vllm_config=vllm_config, **kwargs)
+    return _make((PruningScheduler, PruningAsyncScheduler), vllm_config, **kwargs)
+
+
+def make_offloading_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """As `make_scheduler`, where requests are saved when they are preempted, and kvcompile's order is off."""
+    return _make((Scheduler, AsyncScheduler), vllm_config, **kwargs)
+
+
+def _make(kinds: tuple[type[Scheduler], type[Scheduler]], vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """Of these, the one for synchronous or for asynchronous scheduling, offloading where that is on."""
+    kind = kinds[bool(vllm_config.scheduler_config.async_scheduling)]
+    if offloads(vllm_config):
+        from kvcompile.integrations.vllm.offload_length_aware import offloading  # which needs the classes above
+
+        kind = offloading(kind)
+    return kind(vllm_config=vllm_config, **kwargs)

@@ -21,12 +21,16 @@ BUDGET, SWITCH = "kv_budget_tokens", "kv_prune"  # of a request's vllm_xargs
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one request in one life: tokens: T; released: f, above 0; epoch: how often it had been preempted before."""
+    """Of one request in one life: tokens: T; released: f, above 0; epoch: how often it had been preempted before.
+
+    inline: the released pages were never there: kept tokens alone are stored, while the prompt is computed.
+    """
 
     tokens: int
     released: int
     block_size: int
     epoch: int
+    inline: bool = False
 
     @property
     def kept(self) -> int:

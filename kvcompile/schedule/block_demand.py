@@ -16,14 +16,17 @@ class Holding(NamedTuple):
 
     tokens: tokens of KV at the end of the present step; of a prompt in progress, all of it. blocks: blocks for them.
     missing: blocks of those that are not allocated yet. left: tokens that it may still add. returned: blocks, of those
-    that it has now, that go back to the pool when it ends (a block shared with another request does not).
+    that it has now, that go back to the pool when it ends (a block shared with another request does not); None if
+    nobody knows when, as its prompt takes more steps. pruned: blocks, of those missing and returned, that go back as
+    soon as this step has computed the prompt.
     """
 
     tokens: int
     blocks: int
     missing: int
     left: int
-    returned: int
+    returned: int | None
+    pruned: int = 0
 
 
 class BlockDemand:
@@ -40,16 +43,18 @@ class BlockDemand:
     def add(self, holding: Holding) -> None:
         """Count a request. O(horizon / block_tokens)."""
         change = self._change
-        tokens, blocks, missing, left, returned = holding
+        tokens, blocks, missing, left, returned, pruned = holding
         change[0] += missing
+        if self.release_steps <= self.horizon:
+            change[self.release_steps] -= pruned
         # The first token for which the blocks are too few comes after `blocks * block_tokens - tokens` more.
         first, last = blocks * self.block_tokens - tokens + 1, min(left, self.horizon)
         crossings = range(first, last + 1, self.block_tokens)
         for step in crossings:
             change[step] += 1
         end = left + self.release_steps
-        if end <= self.horizon:
-            change[end] -= returned + missing + len(crossings)
+        if returned is not None and end <= self.horizon:
+            change[end] -= returned + missing + len(crossings) - pruned
 
     def add_lasting(self, fill: Sequence[int]) -> None:
         """Count requests of which nothing is missing and that go on for longer than the horizon, all in one go.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,38 +14,64 @@ from safetensors.torch import load_file, save_file
 
 from kvcompile.tools.server import group_alive
 from tests.e2e.w4a8_model import write_plain, write_quantised
+from tests.engine import run_python
+
+# The `vllm` command, whose imports take some fifteen seconds, made once and forked for each mistake, two at a time.
+# Arguments: a folder; and name -> (arguments, environment) as JSON. Prints name -> (process, exit code).
+SERVERS = """
+    import json, os, signal, sys
+    import vllm.entrypoints.cli.serve, vllm.entrypoints.openai.api_server, vllm.v1.engine.async_llm
+    from vllm.entrypoints.cli.main import main
+
+    folder, running, ended = sys.argv[1], {}, {}
+
+    def wait():
+        process, status = os.wait()
+        ended[running.pop(process)] = process, os.waitstatus_to_exitcode(status)
+
+    def give_up(*_):  # a mistake that was not refused has started a server
+        for process in running:
+            os.killpg(process, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(240)
+    for name, (arguments, environment) in json.loads(sys.argv[2]).items():
+        while len(running) == 2:
+            wait()
+        if (process := os.fork()) == 0:
+            signal.alarm(0)
+            os.setsid()
+            for number, kind in ((1, "output"), (2, "error")):
+                os.dup2(os.open(os.path.join(folder, f"{name} {kind}"), os.O_CREAT | os.O_WRONLY), number)
+            os.environ.update(environment)
+            sys.argv = ["vllm", "serve", *arguments]
+            sys.exit(main())
+        running[process] = name
+    while running:
+        wait()
+    print("ENDED", json.dumps(ended))
+"""
 
 
-def _serve(model: str | Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """(exit code, standard error) of a server that must not start."""
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", str(model), "--compilation-config", "kvcompile", *arguments]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, error = process.communicate(timeout=240)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # a mistake that was not refused has started a server
-            os.killpg(process.pid, signal.SIGKILL)
-    assert "Traceback" not in output + error, error[-4000:]
-    assert not group_alive(process.pid)
-    return process.returncode, error
+ASKING = ("--compilation-config", "kvcompile")
+
+
+def _serve(folder: Path, cases: dict[str, tuple[list[str], dict[str, str]]]) -> dict[str, tuple[int, str, str]]:
+    """Name -> (exit code, output, error) of servers that must not start, with these arguments and environments."""
+    log = run_python(SERVERS, folder, json.dumps(cases))
+    ended = json.loads(log.splitlines()[-1].removeprefix("ENDED "))
+    assert not any(group_alive(process) for process, _ in ended.values())
+    said = ("output", "error")
+    return {
+        name: (code, *((folder / f"{name} {kind}").read_text() for kind in said)) for name, (_, code) in ended.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def results(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[tuple[int, str], tuple[str, ...]]]]:
-    """Every mistake, made once: name -> ((exit code, standard error), parts of the one line that answers it).
-
-    Two at a time: starting the command costs some fifteen seconds of imports, whatever the mistake.
-    """
+) -> dict[str, tuple[tuple[int, str, str], tuple[str, ...]]]:
+    """Every mistake, made once: name -> ((exit code, output, error), parts of the one line that answers it)."""
     folder = tmp_path_factory.mktemp("bad-input")
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 1}
     (folder / "config.json").write_text(json.dumps(gpt2))
@@ -60,7 +82,7 @@ def results(
     tensors = load_file(damaged / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.group_scales"]
     save_file(tensors, damaged / "model.safetensors")
-    with socket.socket() as holder, ThreadPoolExecutor(2) as pool:
+    with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = str(holder.getsockname()[1])
@@ -95,8 +117,21 @@ def results(
             ),
         }
         assert list(cases) == CASES
-        futures = {name: pool.submit(_serve, *command, **variables) for name, (command, variables, _) in cases.items()}
-        yield {name: (future.result(), cases[name][2]) for name, future in futures.items()}
+        given = {
+            name: ([str(model), *ASKING, *arguments], variables)
+            for name, ((model, *arguments), variables, _) in cases.items()
+        }
+        logs = tmp_path_factory.mktemp("bad-input-said")
+        # One of them of the command as it is installed, beside the others.
+        command = [Path(sys.executable).with_name("vllm"), "serve", *given[CASES[0]][0]]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as installed:
+            found = _serve(logs, given)
+            output, error = installed.communicate(timeout=240)
+    found[INSTALLED] = installed.returncode, output, error
+    return {name: (result, cases.get(name, cases[CASES[0]])[2]) for name, result in found.items()}
 
 
 CASES = [
@@ -109,16 +144,17 @@ CASES = [
     "memory",
     "damaged W4A8",
 ]
+INSTALLED = "missing checkpoint, the command itself"
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, INSTALLED])
 def test_the_mistake_is_answered_by_one_line_that_names_it_and_exit_code_2(
-    name: str, results: dict[str, tuple[tuple[int, str], tuple[str, ...]]]
+    name: str, results: dict[str, tuple[tuple[int, str, str], tuple[str, ...]]]
 ) -> None:
-    (code, error), parts = results[name]
-    assert code == 2, error[-4000:]
+    (code, output, error), parts = results[name]
+    assert code == 2 and "Traceback" not in output + error, error[-4000:]
     lines = [line for line in error.splitlines() if line.startswith("kvcompile: error: ")]
     assert len(lines) == 1, error[-4000:]
     for part in parts:

@@ -160,7 +160,9 @@ def test_pages_of_128_tokens_preemption_and_a_reset_of_everything_that_runs(mode
         assert run["released_blocks"] > 5
 
 
-def test_a_worker_in_a_process_of_its_own_gives_the_same(model: Path, served: list[dict]) -> None:
+def test_a_worker_in_a_process_of_its_own_gives_the_same_and_metrics_come_out_of_it(
+    model: Path, served: list[dict]
+) -> None:
     script = """
         import json, sys
         from vllm import LLM, SamplingParams, TokensPrompt
@@ -169,10 +171,16 @@ def test_a_worker_in_a_process_of_its_own_gives_the_same(model: Path, served: li
         if __name__ == "__main__":
             model, options, fields, prompts, new = json.loads(sys.argv[1])
             fields = {**fields, "skip_tokenizer_init": True, "additional_config": {"kvcompile": options}}
-            llm = LLM(model, compilation_config=compilation_config(mode=0), **fields)
+            llm = LLM(model, compilation_config=compilation_config(mode=0), disable_log_stats=False, **fields)
             sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             found = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
             print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in found]), flush=True)
+            metrics = {}
+            for each in llm.get_metrics():
+                if each.name.startswith("vllm:kvcompile_"):
+                    name = " ".join([each.name, *(each.labels[own] for own in ("way", "reason") if own in each.labels)])
+                    metrics[name] = each.value if hasattr(each, "value") else [each.count, each.sum]
+            print("METRICS", json.dumps(metrics), flush=True)
             # Not left to the end of the interpreter, which a thread of vLLM's may not survive.
             llm.llm_engine.engine_core.shutdown()
     """
@@ -180,6 +188,13 @@ def test_a_worker_in_a_process_of_its_own_gives_the_same(model: Path, served: li
     said = run_python(script, json.dumps(given), timeout_s=600)
     (line,) = [line for line in said.splitlines() if line.startswith("TOKENS ")]
     assert json.loads(line.removeprefix("TOKENS ")) == served[0]["tokens"]
+    (line,) = [line for line in said.splitlines() if line.startswith("METRICS ")]
+    metrics = json.loads(line.removeprefix("METRICS "))
+    assert metrics["vllm:kvcompile_pruned_tokens two_phase"] == 16 * RELEASED
+    assert metrics["vllm:kvcompile_prune_reclaimed_blocks two_phase"] == RELEASED
+    held = sum(kept_of(length) or length for length in LENGTHS) + len(LENGTHS) * (NEW - 1)
+    assert metrics["vllm:kvcompile_request_resident_kv_tokens"] == [len(LENGTHS), held]
+    assert metrics["vllm:kvcompile_prune_refusals not_acknowledged"] == 0
 
 
 def test_what_a_request_asks_wrongly_is_refused_and_the_server_goes_on(model: Path) -> None:

@@ -181,7 +181,7 @@ def test_one_start_up_line_says_what_is_active_and_stock_says_nothing(stock: Ans
     lines = [line for line in ours.log.splitlines() if "active: kv8" in line]
     assert len(lines) == 1
     assert "active: kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators), passes" in lines[0]
-    assert "prune (prune.enabled=false), offload (not in this version)" in lines[0]
+    assert "prune (prune.enabled=false), offload (offload.enabled=false)" in lines[0]
     assert " active: " not in stock.log
 
 

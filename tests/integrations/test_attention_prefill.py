@@ -165,6 +165,8 @@ def test_the_builder_divides_a_step_into_decodes_and_prompts(
     assert (found.decodes, found.num_tokens) == (decodes, len(batch.query))
     assert (found.prompts.starts.shape[0] - 1 if found.prompts else 0) == prompts
     assert found.slot_mapping.shape == (len(batch.query),)
+    # Of all rows, for prompts that are to be pruned: where they begin is known without waiting for the device.
+    assert found.starts is given.query_start_loc_cpu and found.rows is given.block_table_tensor
     if decodes:
         ((table, lengths, block_size, *memory),) = planned
         assert torch.equal(table, batch.block_table[:decodes]) and torch.equal(lengths, batch.seq_lens[:decodes])

@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from kvcompile.integrations.vllm import prune_request, report
-from kvcompile.integrations.vllm.active import PRUNING_SCHEDULER, PRUNING_WORKER, SCHEDULER
+from kvcompile.config import UsageError
+from kvcompile.integrations.vllm import preset, prune_request, report
+from kvcompile.integrations.vllm.active import PRUNING_GPU_WORKER, PRUNING_SCHEDULER, PRUNING_WORKER, SCHEDULER
+from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.integrations.vllm.preset import startup_line
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -30,7 +33,7 @@ def test_it_takes_a_worker_and_a_scheduler_and_the_line_says_what_is_kept(build,
     config = build(**options)
     assert config.parallel_config.worker_cls == PRUNING_WORKER
     assert config.scheduler_config.scheduler_cls == (SCHEDULER if ordered else PRUNING_SCHEDULER)
-    assert "prune (blend, of a prompt 50%, at least 544 tokens kept)" in startup_line(config).partition("not active")[0]
+    assert "prune (robust, of a prompt 50%, at least 544 tokens kept)" in startup_line(config).partition("not active")[0]
 
 
 def test_the_line_names_an_absolute_budget(build):
@@ -45,7 +48,7 @@ def test_the_line_names_an_absolute_budget(build):
         ({"worker_cls": STOCK_WORKER}, "--worker-cls given"),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls given"),
         ({"kv_cache_dtype": "fp8"}, "attention is not kvcompile's"),
-        ({"tensor_parallel_size": 2}, "more than one rank: not in this version"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size given: no rank scores all layers"),
     ],
 )
 def test_what_is_in_its_way_is_said_and_nothing_of_it_stays(build, fields, why):
@@ -54,28 +57,52 @@ def test_what_is_in_its_way_is_said_and_nothing_of_it_stays(build, fields, why):
     assert config.parallel_config.worker_cls == STOCK_WORKER
 
 
-def test_on_a_gpu_it_is_not_there_yet(build, monkeypatch):
-    from kvcompile.integrations.vllm import preset
+def test_ranks_that_share_every_layer_prune(build):
+    config = build(**_options(), tensor_parallel_size=2)
+    assert config.parallel_config.worker_cls == PRUNING_WORKER
 
-    notes = {}
-    monkeypatch.setattr(preset, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    ranks = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
-    args = SimpleNamespace(attention_backend="CUSTOM", worker_cls="auto", **ranks)
-    preset._apply_prune(args, preset.PruneConfig(enabled=True), notes)
-    assert (notes, args.worker_cls) == ({"prune": "not on a GPU in this version"}, "auto")
+
+SPLIT = "--enable-dbo or --ubatch-size given: a step is split in parts"
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("cuda", "fields", "worker", "why"),
     [
-        ("inline", "always", "prune.inline=always"),
-        ("reprune_interval_tokens", 512, "prune.reprune_interval_tokens"),
-        ("method", "critical", "prune.method=critical"),
+        (True, {}, PRUNING_GPU_WORKER, None),
+        (False, {}, "auto", "neither on a CPU nor on an NVIDIA GPU"),
+        (True, {"enable_dbo": True}, "auto", SPLIT),
+        (True, {"ubatch_size": 2}, "auto", SPLIT),
     ],
 )
-def test_what_this_version_cannot_do_is_refused(refusal, option, value, said):
-    line = refusal(**_options(**{option: value}))
-    assert line == f"{said}: not in this version of kvcompile; remove it, or set prune.enabled=false"
+def test_on_a_gpu_it_takes_the_worker_of_a_gpu(monkeypatch, cuda, fields, worker, why):
+    notes = {}
+    monkeypatch.setattr(preset, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: cuda))
+    parallel = {"pipeline_parallel_size": 1, "enable_dbo": False, "ubatch_size": 0, **fields}
+    args = SimpleNamespace(attention_backend="CUSTOM", worker_cls="auto", **parallel)
+    preset._apply_prune(args, preset.PruneConfig(enabled=True), notes)
+    assert (notes.get("prune"), args.worker_cls) == (why, worker)
+
+
+def test_the_names_of_workers_are_those_of_classes():
+    for name, stock in preset._STOCK_WORKERS.items():
+        ours, theirs = (resolve_obj_by_qualname(each) for each in (name, stock))
+        assert issubclass(ours, theirs) and ours.init_device is not theirs.init_device
+
+
+def test_to_prune_again_is_not_in_this_version(refusal):
+    line = refusal(**_options(reprune_interval_tokens=512))
+    allowed = "remove it, or set prune.enabled=false"
+    assert line == f"prune.reprune_interval_tokens: not in this version of kvcompile; {allowed}"
+
+
+def test_a_method_that_needs_output_projections_is_refused_where_they_are_quantised_in_an_unknown_way():
+    config = SimpleNamespace(quant_config=None)
+    preset._refuse_unknown_projections(config)
+    config.quant_config = W4A8Config({256: 128})
+    preset._refuse_unknown_projections(config)
+    config.quant_config = SimpleNamespace(get_name=lambda: "fp8")
+    with pytest.raises(UsageError, match="the quantization of this model is fp8; choose another prune.method"):
+        preset._refuse_unknown_projections(config)
 
 
 def test_a_request_that_asks_for_a_budget_where_nothing_is_pruned_is_refused(build):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from kvcompile.integrations.vllm import prune_jobs
 from kvcompile.integrations.vllm.prune_jobs import Jobs
 from kvcompile.integrations.vllm.prune_scheduler import Step
+from kvcompile.ops.prune import pages_of
 from kvcompile.prune.plan import Plan
 
 PLAN = Plan(tokens=100, released=2, block_size=16, epoch=0)
@@ -19,13 +24,23 @@ class Worker:
 
     def __init__(self) -> None:
         self.selected: list[torch.Tensor] = []
+        self.failing: dict[str, Exception] = {}
         self.moved: list[tuple[int, Plan]] = []
         self.jobs = Jobs(4, len(LAYERS), self._select, lambda kept, plan: self.moved.append((len(kept), plan)))
 
     def _select(
-        self, queries: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, tokens: int, kept: int, scale: float
-    ):
+        self,
+        layer: str,
+        queries: torch.Tensor,
+        cache: torch.Tensor,
+        row: torch.Tensor,
+        tokens: int,
+        kept: int,
+        scale: float,
+    ) -> torch.Tensor:
         assert (tokens, kept, scale) == (100, 68, 0.5) and torch.equal(row, ROW)
+        if error := self.failing.get(layer):
+            raise error
         self.selected.append(queries)
         return torch.zeros(1, kept, dtype=torch.int32)
 
@@ -80,3 +95,70 @@ def test_what_has_ended_is_forgotten(worker: Worker) -> None:
     assert worker.selected[0].flatten().tolist() == [70, 71]
     worker.jobs.forget("x")
     assert worker.jobs.take_released() == {}
+
+
+def test_a_prompt_whose_scores_fail_stays_whole_and_is_counted(worker: Worker) -> None:
+    worker.failing = {"b": RuntimeError("no memory left")}
+    assert worker.step({"x": Step(PLAN, final=True)}, 10) == {}
+    assert not worker.moved and worker.jobs.take_released() == {}
+    assert worker.jobs.take_failures() == 1 and worker.jobs.take_failures() == 0
+
+
+class InlineStep:
+    """A prompt of 100 tokens, two KV heads of 64, stored inline in a layer's cache of 12 pages full of marks."""
+
+    def __init__(self, worker: Worker, layers: tuple[str, ...] = LAYERS) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.key, self.value = (torch.randn(100, 2, 64, generator=generator) for _ in range(2))
+        self.prompt, row = pages_of(self.key, self.value)
+        self.cache = torch.full((12, 2, 16, 2, 68), 77, dtype=torch.int8)
+        self.table = torch.tensor([0, 0, 3, 9, 5, 7, 4, 11], dtype=torch.int32)
+        worker.jobs.begin({"x": Step(replace(PLAN, inline=True), final=True)})
+        (job,) = worker.jobs.of_step().values()
+        for layer in layers:
+            queries = torch.zeros(100, 4, 64)
+            job.store(layer, queries, self.prompt, row, self.cache, self.table, 0.5)
+
+    def assert_holds(self, keep: torch.Tensor) -> None:
+        """keep: int [2, 68]. All other slots, those of the null block among them, have their marks."""
+        expected = torch.full_like(self.cache, 77)
+        for head, kept in enumerate(keep.tolist()):
+            for position, token in enumerate(kept, start=32):
+                page, slot = int(self.table[position // 16]), position % 16
+                expected[page, :, slot, head] = self.prompt[token // 16, :, token % 16, head]
+        assert torch.equal(self.cache, expected)
+
+
+def test_a_prompt_that_is_stored_inline_leaves_its_kept_tokens_in_its_pages_and_nothing_else(worker: Worker) -> None:
+    keep = torch.stack([torch.arange(0, 68), torch.arange(0, 100)[-68:]]).int()
+    worker.jobs._select = lambda *_: keep
+    step = InlineStep(worker)
+    step.assert_holds(keep)
+    # There is nothing to release and nothing to say.
+    assert worker.jobs.end() == {} and worker.jobs.take_released() == {} and not worker.moved
+    assert worker.jobs.take_failures() == 0
+
+
+def test_where_scores_fail_a_prompt_that_is_stored_inline_keeps_its_last_tokens(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(prune_jobs, "logger", SimpleNamespace(warning=lambda text, *given: said.append(text % given)))
+
+    def fails(*_: object) -> torch.Tensor:
+        raise ValueError("prune_score: cannot")
+
+    worker.jobs._select = fails
+    for _ in range(2):
+        step = InlineStep(worker)
+        step.assert_holds(torch.arange(32, 100).expand(2, -1))
+        assert worker.jobs.end() == {}
+    assert worker.jobs.take_failures() == 2
+    assert said == ["a prompt could not be scored in some layers, it keeps its last tokens there: prune_score: cannot"]
+
+
+def test_a_layer_that_has_not_stored_its_part_of_an_inline_prompt_is_an_error(worker: Worker) -> None:
+    worker.jobs._select = lambda *_: torch.arange(68).repeat(2, 1).int()
+    InlineStep(worker, LAYERS[:1])
+    with pytest.raises(RuntimeError, match="1 of 2 layers have stored a prompt's kept tokens"):
+        worker.jobs.end()

@@ -60,6 +60,13 @@ def test_blocks_add_up_over_ten_thousand_requests_with_random_aborts(prefix_cach
     assert done.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 119
 
 
+def _assert_nobody_is_preempted_within(horizon, outcome):
+    admissions = sorted({step for step, _ in outcome.admitted})
+    for step, _ in outcome.preempted:
+        latest = max(other for other in admissions if other < step)
+        assert step - latest > horizon
+
+
 @SYNC_OR_NOT
 @pytest.mark.parametrize("horizon", [1, 16, 50])
 @pytest.mark.parametrize("budget", [1024, 64], ids=["whole prompts", "chunks"])
@@ -68,10 +75,35 @@ def test_nobody_is_preempted_within_the_horizon_of_an_admission(asynchronous, ho
     outcome = replay_of(
         pressing(200), 150, options=options, asynchronous=asynchronous, max_num_batched_tokens=budget
     ).outcome
-    admissions = sorted({step for step, _ in outcome.admitted})
-    for step, _ in outcome.preempted:
-        latest = max(other for other in admissions if other < step)
-        assert step - latest > horizon
+    _assert_nobody_is_preempted_within(horizon, outcome)
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize("free", [0, 2, 4, 6])
+def test_a_long_prompt_with_a_short_answer_beside_growing_chats_has_nobody_preempted_within_the_horizon(
+    asynchronous, free
+):
+    """Its blocks come back 8 tokens after its first, which takes 25 steps: not within the horizon."""
+    trace = [Arrival(0.0, 155 + i, 600, 600) for i in range(8)] + [Arrival(0.2, 50_000, 8, 8)]
+    fields = {"max_model_len": 131072, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    blocks = 1 + 3125 + 8 * 12 + free  # the document, and the chats when it comes
+    done = replay_of(trace, blocks, options={"reserve_ratio": 0}, asynchronous=asynchronous, **fields)
+    assert all(life.tokens == life.arrival.output_tokens for life in done.outcome.lives)
+    _assert_nobody_is_preempted_within(32, done.outcome)
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_of_many_steps_with_few_tokens_to_come_have_nobody_preempted_within_the_horizon(asynchronous, seed):
+    rng = random.Random(seed)
+    chats = [Arrival(rng.random(), rng.randint(20, 200), 300, 300) for _ in range(30)]
+    documents = [
+        Arrival(3 * rng.random(), rng.randint(500, 900), n, n) for n in [rng.randint(1, 10) for _ in range(20)]
+    ]
+    options = {"horizon_steps": rng.choice([16, 32, 60]), "reserve_ratio": 0}
+    fields = {"max_model_len": 2048, "max_num_seqs": 32, "long_prefill_token_threshold": 16}
+    done = replay_of(chats + documents, 150, options=options, asynchronous=asynchronous, **fields)
+    _assert_nobody_is_preempted_within(options["horizon_steps"], done.outcome)
 
 
 def test_a_horizon_as_long_as_the_longest_answer_preempts_nobody():

@@ -15,11 +15,12 @@ def _played(holdings: list[Holding], horizon: int, block_tokens: int, release_st
     for step in range(horizon + 1):
         needed = 0
         for holding in holdings:
-            if step >= holding.left + release_steps:
+            if holding.returned is not None and step >= holding.left + release_steps:
                 needed -= holding.returned
                 continue
             tokens = holding.tokens + min(step, holding.left)
             needed += max(holding.blocks, -(-tokens // block_tokens)) - holding.blocks + holding.missing
+            needed -= holding.pruned if step >= release_steps else 0
         worst = max(worst, needed)
     return worst
 
@@ -28,7 +29,9 @@ def _holding(rng: random.Random, block_tokens: int) -> Holding:
     tokens = rng.randrange(1, 400)
     blocks = -(-tokens // block_tokens)
     missing = rng.choice([0, 0, rng.randrange(blocks + 1)])
-    return Holding(tokens, blocks, missing, rng.choice([0, 1, 5, 40, 1000]), rng.randrange(blocks - missing + 1))
+    left, returned = rng.choice([0, 1, 5, 40, 1000]), rng.randrange(blocks - missing + 1)
+    pruned = rng.choice([0, rng.randrange(missing + returned + 1)])
+    return Holding(tokens, blocks, missing, left, rng.choice([returned, returned, None]), pruned)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -80,3 +83,15 @@ def test_what_one_gives_back_another_may_take_but_not_before() -> None:
     demand.add(grows)
     # The one takes its 11th block at once and gives all back at step 5; the other takes one at step 1.
     assert demand.peak() == 2
+
+
+def test_a_prompt_in_progress_gives_nothing_back_however_few_tokens_it_may_add() -> None:
+    grows = Holding(tokens=64, blocks=4, missing=0, left=1000, returned=0)
+    needed = []
+    for returned in (10, None):
+        demand = BlockDemand(32, 16, 1)
+        demand.add(grows)
+        demand.add(Holding(tokens=160, blocks=10, missing=4, left=1, returned=returned))
+        needed.append(demand.peak())
+    # At once what is missing of the prompt, and a block for its token and the other's; later the other's next.
+    assert needed == [6, 7]

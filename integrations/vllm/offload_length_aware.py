@@ -1,0 +1,40 @@
+"""Offload in the KV-length-aware scheduler: who has copies on the host is preempted first, and whoever is back runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from kvcompile.integrations.vllm.offload_scheduler import Offloading
+from kvcompile.integrations.vllm.scheduler import _LengthAware
+from kvcompile.schedule.victims import Stake, keep_order
+
+
+class OffloadingLengthAware(Offloading, _LengthAware):
+    """Stands before a length-aware scheduler's class in the method resolution order."""
+
+    def on_release(self) -> None:
+        self._refused = None
+
+    def likely_victims(self) -> Iterable[Request]:
+        return reversed(keep_order(self.running, self._stake))
+
+    def _stake(self, request: Request) -> Stake:
+        stake = super()._stake(request)
+        copied = self.offload.books.copied(request.request_id) * self.block_size
+        return stake._replace(lost_tokens=max(0, stake.lost_tokens - copied))
+
+    def _admit(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        if request.num_computed_tokens:  # its pages have come: refused now, it would hold them for nothing
+            return self._manager.allocate_slots(request, num_new_tokens, **kwargs)
+        return super()._admit(request, num_new_tokens, **kwargs)
+
+
+def offloading(kind: type[Scheduler]) -> type[Scheduler]:
+    """A scheduler class, and its requests saved when they are preempted."""
+    mixin = OffloadingLengthAware if issubclass(kind, _LengthAware) else Offloading
+    return type(f"Offloading{kind.__name__}", (mixin, kind), {})

@@ -1,0 +1,86 @@
+"""Offload in a configuration: by kvcompile's own options, or by vLLM's `--kv-transfer-config`:
+
+{"kv_connector": "KVCompileOffload", "kv_role": "kv_both",
+ "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592, "lazy_gpu_free_trigger": 0.35, "max_scan_reqs": 3}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from kvcompile.config import OffloadConfig, Resolved, UsageError, resolve
+from kvcompile.integrations.vllm import checks
+from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR, OFFLOADING_SCHEDULER, offloads
+
+_FLAG = "--kv-transfer-config"
+_KEYS = tuple(field.name for field in fields(OffloadConfig) if field.name != "enabled")
+
+
+def asked_by_flag(args: EngineArgs) -> bool:
+    """Whether `--kv-transfer-config` names our connector."""
+    return args.kv_transfer_config is not None and args.kv_transfer_config.kv_connector == OFFLOAD_CONNECTOR
+
+
+def with_flag(args: EngineArgs, resolved: Resolved) -> Resolved:
+    """The configuration with what `--kv-transfer-config` says of our connector. Raises UsageError."""
+    if not asked_by_flag(args):
+        return resolved
+    given = args.kv_transfer_config
+    if given.kv_role != "kv_both":
+        raise UsageError(f'{_FLAG}: kv_role is {given.kv_role!r}; allowed for {OFFLOAD_CONNECTOR} is "kv_both"')
+    if twice := [key for key in resolved.sources if key.startswith("offload.")]:
+        raise UsageError(f"{', '.join(twice)} and {_FLAG} are given; give offload's options in one place")
+    if unknown := [key for key in given.kv_connector_extra_config if key not in _KEYS]:
+        raise UsageError(
+            f"{_FLAG}: kv_connector_extra_config has {', '.join(map(repr, unknown))}; allowed are {', '.join(_KEYS)}"
+        )
+    own = {"offload": {"enabled": True, **given.kv_connector_extra_config}}
+    read = resolve(overrides=own, environ={}, overrides_source=_FLAG).config.offload
+    return replace(resolved, config=replace(resolved.config, offload=read))
+
+
+def apply(args: EngineArgs, config: OffloadConfig, notes: dict[str, str], *, our_attention: bool) -> None:
+    """Before vLLM builds its configuration: name the connector, or say in `notes` why not."""
+    by_flag = asked_by_flag(args)
+    if not config.enabled:
+        notes["offload"] = "offload.enabled=false"
+        return
+    reasons = {
+        "attention is not kvcompile's": not our_attention,
+        "not on a GPU in this version": not current_platform.is_cpu(),
+        "more than one rank: not in this version": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
+        "--scheduler-cls given": args.scheduler_cls is not None,
+        "another KV connector is configured": args.kv_transfer_config is not None and not by_flag,
+    }
+    if why := next((reason for reason, there in reasons.items() if there), None):
+        if by_flag:
+            raise UsageError(
+                f"{_FLAG}: {OFFLOAD_CONNECTOR} cannot be used: {why}; remove the flag, or what is in its way"
+            )
+        notes["offload"] = why
+        return
+    options = {key: value for key, value in asdict(config).items() if key in _KEYS}
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector=OFFLOAD_CONNECTOR,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=options,
+    )
+
+
+def let_scheduler_offload(config: VllmConfig, options: OffloadConfig) -> None:
+    """Once vLLM has its scheduler and its cache. Raises UsageError for a host pool that holds no block."""
+    if not offloads(config):
+        return
+    if config.scheduler_config.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = OFFLOADING_SCHEDULER
+    page = checks.request_bytes(config, 1)
+    if options.cpu_bytes_to_use < page:
+        raise UsageError(
+            f"offload.cpu_bytes_to_use is {options.cpu_bytes_to_use}, and one block of this model takes {page} bytes; "
+            "give at least that, for a useful pool many times as much"
+        )

@@ -1,0 +1,158 @@
+"""The scheduler's hooks of offload: save a request before its blocks are given up, back up those that may be next.
+
+_preempt_request()         what is not on the host yet is pinned and copied; the rest is free at once
+_build_kv_connector_meta() when few blocks are free: copies ahead of need, of pages that no step can change any more
+update_from_output()       requests whose pages did not come back are computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvcompile.config import OffloadConfig
+from kvcompile.integrations.vllm import offload_manager
+from kvcompile.integrations.vllm.metrics_scheduler import Counting
+from kvcompile.integrations.vllm.offload_connector import KVCompileOffload
+from kvcompile.integrations.vllm.offload_control import Load
+from kvcompile.integrations.vllm.offload_metrics import Sent
+from kvcompile.offload import backup
+from kvcompile.offload.backup import Candidate
+from kvcompile.offload.books import Life
+from kvcompile.offload.counters import Reason
+from kvcompile.presets import NAME
+
+# Copied ahead of need in one step, at most: at 50 GB/s well under a millisecond, less than a step of any model takes.
+BACKUP_BYTES = 32 << 20
+
+
+class Offloading(Counting):
+    """Stands before a scheduler class, and before `Pruning`, in the method resolution order."""
+
+    connector: KVCompileOffload
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._offload_config = OffloadConfig(**self.vllm_config.additional_config[NAME]["offload"])
+        self.offload = self.connector.control
+        offload_manager.install(self.kv_cache_manager, self.offload)
+        self._backup_pages = max(1, BACKUP_BYTES // self.offload.counters.page_bytes)
+        self._resetting = False
+        self._sent = Sent(self.offload.counters)
+
+    def on_release(self) -> None:
+        """Blocks have come back that no request gave up just now."""
+
+    def likely_victims(self) -> Iterable[Request]:
+        """The running requests, the next to be preempted first."""
+        return reversed(self.running)
+
+    def schedule(self) -> SchedulerOutput:
+        for load in self.offload.overdue():
+            self._go_on_without(load)
+        return super().schedule()
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        pool = self.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() < self._offload_config.lazy_gpu_free_trigger * (pool.num_gpu_blocks - 1):
+            # What was found in the prefix cache by those that begin now may be computed in this very step.
+            begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+            self._back_up(begin | scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _back_up(self, but_for: set[str]) -> None:
+        if self.offload.why_off:
+            return
+        books, config = self.offload.books, self._offload_config
+        lives: dict[str, Life] = {}
+        for request_id, page in backup.plan(
+            self._candidates(but_for, lives), books, config.max_scan_reqs, self._backup_pages
+        ):
+            books.reshape(request_id, lives[request_id].shape)
+            blocks = self.kv_cache_manager.get_blocks(request_id).blocks[0]
+            self.offload.back_up(request_id, page, blocks[page])
+
+    def _candidates(self, but_for: set[str], lives: dict[str, Life]) -> Iterator[Candidate]:
+        """The likeliest victims first; notes in `lives` what they hold."""
+        for request in self.likely_victims():
+            life = self._life(request)
+            if isinstance(life, Life) and request.request_id not in but_for:
+                lives[request.request_id] = life
+                yield Candidate(request.request_id, range(life.first, life.tokens // self.block_size))
+
+    def _life(self, request: Request) -> Life | Reason:
+        """What a running request holds that is computed, or why it cannot be saved.
+
+        A step that is in flight counts: it ends before anything that is ordered now.
+        """
+        tokens, null_pages, shape = request.num_computed_tokens, 0, None
+        if request.resumable or (request.skip_reading_prefix_cache and tokens < request.num_prompt_tokens):
+            return Reason.UNSUPPORTED
+        pruning = getattr(self, "pruning", None)
+        if pruning is not None and (plan := pruning.plans.get(request.request_id)):
+            committed = request.request_id in pruning.committed
+            # In flight or still to come is what may move its tokens.
+            if tokens < plan.tokens or (tokens == plan.tokens and request.num_output_placeholders):
+                return Reason.PRUNE_PENDING
+            null_pages, shape = plan.released if committed else 0, (plan, committed)
+        return Life(tokens, null_pages, shape)
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        life = Reason.RESET if self._resetting else self._life(request)
+        blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        if isinstance(life, Life):
+            self.offload.preempted(request.request_id, life, blocks)
+        else:
+            self.offload.give_up(request.request_id, life, sum(not block.is_null for block in blocks))
+        super()._preempt_request(request, timestamp)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        self._sent.to(self.tally)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        failed, self.connector.failed = self.connector.failed, []
+        for load in failed:
+            self._compute_again(load.request)
+        if self.connector.released:
+            self.connector.released = 0
+            self.on_release()
+        return outputs
+
+    def _compute_again(self, request: Request) -> None:
+        """vLLM frees what it holds when it looks at it next, and begins anew."""
+        request.num_computed_tokens = 0
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.failed_recving_kv_req_ids.add(request.request_id)
+
+    def _go_on_without(self, load: Load) -> None:
+        """Its blocks are set aside."""
+        request = load.request
+        if request.is_finished():  # vLLM keeps it until its blocks have come
+            self._free_blocks(request)
+        else:
+            self.finished_recving_kv_req_ids.add(request.request_id)
+            self._compute_again(request)
+
+    def has_finished_requests(self) -> bool:
+        # An answer that frees blocks comes with a step only.
+        return super().has_finished_requests() or self.offload.waiting
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        self.offload.forget_all()
+        if reset_running_requests:
+            for request in (*self.waiting, *self.skipped_waiting):
+                self._take_restored(request)
+        self._resetting = True
+        try:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        finally:
+            self._resetting = False
+
+    def _take_restored(self, request: Request) -> None:
+        """What a request that is back and does not run yet holds is not valid any more."""
+        restored = request.request_id in self.finished_recving_kv_req_ids or request.status == RequestStatus.PREEMPTED
+        if restored and request.num_computed_tokens:
+            self.kv_cache_manager.free(request)
+            self._compute_again(request)

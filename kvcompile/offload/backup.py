@@ -1,0 +1,38 @@
+"""Preventive backup: which pages are copied ahead of need in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcompile.offload.books import Books
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A request that may be preempted soon. pages: those that are full and will not change."""
+
+    request_id: str
+    pages: range
+
+
+def plan(candidates: Iterable[Candidate], books: Books, most_requests: int, most_pages: int) -> list[tuple[str, int]]:
+    """(request, page) to copy now: of the likeliest victims, which come first, the coldest pages, which do.
+
+    Requests whose pages all have a copy cost nothing and do not count among most_requests. A host pool that is full
+    takes nothing: what it holds is worth as much.
+    """
+    chosen: list[tuple[str, int]] = []
+    most_pages = min(most_pages, books.pool.free)
+    for candidate in candidates:
+        if most_requests == 0 or len(chosen) >= most_pages:
+            break
+        if books.copied(candidate.request_id) >= len(candidate.pages):
+            continue
+        most_requests -= 1
+        uncopied = (page for page in candidate.pages if not books.has_copy(candidate.request_id, page))
+        for page in uncopied:
+            if len(chosen) >= most_pages:
+                break
+            chosen.append((candidate.request_id, page))
+    return chosen

@@ -1,0 +1,81 @@
+"""A pruned request that was preempted comes back pruned, with the same tokens kept; the worker is simulated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvcompile.integrations.vllm.replay import Replay
+from kvcompile.offload.counters import Reason
+from kvcompile.schedule.trace import Arrival
+from tests.integrations.offload_simulated import (
+    BOTH,
+    ORDERS,
+    always,
+    assert_all_served,
+    assert_nothing_is_left,
+    at_times,
+    simulate,
+    some_leave,
+    soon_or_later,
+)
+
+
+@BOTH
+@pytest.mark.parametrize("late", [lambda rng: 0, soon_or_later], ids=["at once", "late"])
+@ORDERS
+def test_a_pruned_request_comes_back_pruned(asynchronous: bool, order: str, late: Callable[..., int]) -> None:
+    trace = [Arrival(0.0, random.Random(i).randint(60, 300), 150, 150) for i in range(30)]
+    back = []
+
+    def note(run: Replay) -> None:
+        scheduler = run.scheduler
+        for request in scheduler.running:
+            if request.num_preemptions and request.request_id in scheduler.pruning.committed:
+                plan = scheduler.pruning.plans[request.request_id]
+                back.append(plan.epoch < request.num_preemptions)
+
+    scheduler, run, _ = simulate(
+        trace,
+        40,
+        asynchronous=asynchronous,
+        order=order,
+        prune=True,
+        late=late,
+        aborts=some_leave(30),
+        after_step=note,
+    )
+    assert_all_served(run)
+    assert any(back)
+    assert scheduler.offload.counters.restores > 10
+    assert set(scheduler.offload.counters.fallbacks) <= {Reason.PRUNE_PENDING}
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+@ORDERS
+@pytest.mark.parametrize(
+    ("caching", "refuses", "way"),
+    [(True, at_times, (False, True)), (True, always, (False, False)), (False, at_times, (True, True))],
+    ids=["two-phase", "refused", "inline"],
+)
+def test_a_request_comes_back_as_it_was_stored(
+    asynchronous: bool, order: str, caching: bool, refuses: Callable[..., bool], way: tuple[bool, bool]
+) -> None:
+    trace = [Arrival(0.0, random.Random(i).randint(60, 300), 100, 100) for i in range(24)]
+    back = set()  # (stored inline, pruned)
+
+    def note(run: Replay) -> None:
+        for request in run.scheduler.running:
+            plan = run.scheduler.pruning.plans.get(request.request_id)
+            if plan and plan.epoch < request.num_preemptions:  # of a life before
+                back.add((plan.inline, request.request_id in run.scheduler.pruning.committed))
+
+    ways = {"asynchronous": asynchronous, "order": order, "enable_prefix_caching": caching, "refuses": refuses}
+    scheduler, run, _ = simulate(trace, 60, prune=True, after_step=note, max_num_batched_tokens=512, **ways)
+    assert_all_served(run)
+    assert way in back
+    assert scheduler.offload.counters.restores > 10
+    assert_nothing_is_left(scheduler)

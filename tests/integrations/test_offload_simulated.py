@@ -1,0 +1,225 @@
+"""Offload in vLLM's scheduler with a simulated worker: whatever goes wrong, every step reads what it must."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcompile.integrations.vllm import metrics, offload_control
+from kvcompile.integrations.vllm.offload_messages import Word
+from kvcompile.integrations.vllm.replay import Replay
+from kvcompile.offload.counters import Counters, Reason
+from kvcompile.schedule.trace import Arrival
+from tests.integrations.offload_simulated import (
+    BOTH,
+    ORDERS,
+    always,
+    assert_all_served,
+    assert_nothing_is_left,
+    at_times,
+    mixed,
+    simulate,
+    some_leave,
+    soon_or_later,
+)
+
+BLOCKS = 40
+
+
+def sometimes_never(rng: random.Random) -> int | None:
+    return None if rng.random() < 0.1 else rng.choice((0, 1, 3))
+
+
+class Clock:
+    """Each look at it is a second later."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@BOTH
+@ORDERS
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_is_computed_twice(asynchronous: bool, order: str, seed: int) -> None:
+    scheduler, run, worker = simulate(mixed(60, seed), BLOCKS, asynchronous=asynchronous, order=order)
+    assert_all_served(run)
+    assert run.outcome.preemptions > 20
+    assert run.outcome.recomputed_tokens == 0
+    counters: Counters = scheduler.offload.counters
+    assert (counters.lost_pages, counters.fallbacks.total()) == (0, 0)
+    assert counters.restores > 20
+    assert counters.stored_bytes == counters.stored_pages * counters.page_bytes
+    assert worker.reads > 10_000
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+def test_without_a_prefix_cache_all_comes_from_the_host(asynchronous: bool) -> None:
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, asynchronous=asynchronous, enable_prefix_caching=False)
+    assert_all_served(run)
+    assert run.outcome.recomputed_tokens == 0
+    assert scheduler.offload.counters.device_tokens == 0
+    assert scheduler.offload.counters.restores == run.outcome.preemptions > 10
+
+
+@BOTH
+@ORDERS
+def test_copies_that_take_several_steps_lose_nothing(asynchronous: bool, order: str) -> None:
+    scheduler, run, _ = simulate(
+        mixed(40), BLOCKS, asynchronous=asynchronous, order=order, late=soon_or_later, aborts=some_leave(40)
+    )
+    assert_all_served(run)
+    assert scheduler.offload.counters.restores > 10
+    assert scheduler.offload.counters.fallbacks.total() == 0
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(2))
+def test_copies_that_fail_have_their_requests_computed_again(asynchronous: bool, seed: int) -> None:
+    scheduler, run, _ = simulate(
+        mixed(40, seed), BLOCKS, asynchronous=asynchronous, fails=at_times, late=soon_or_later, aborts=some_leave(40)
+    )
+    assert_all_served(run)
+    fallbacks = scheduler.offload.counters.fallbacks
+    assert fallbacks[Reason.COPY_LOST] and fallbacks[Reason.LOAD_FAILED]
+    assert scheduler.offload.counters.restores > 0
+    assert_nothing_is_left(scheduler)
+
+
+def test_if_every_copy_fails_all_is_as_without_offload() -> None:
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, fails=always)
+    assert_all_served(run)
+    assert scheduler.offload.counters.restores == 0
+    assert set(scheduler.offload.counters.fallbacks) == {Reason.COPY_LOST}
+    assert_nothing_is_left(scheduler)
+
+
+def test_without_a_host_pool_all_is_as_without_offload_and_no_copy_is_tried_twice() -> None:
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, host_memory=False)
+    assert_all_served(run)
+    assert scheduler.offload.counters.stored_pages == 0
+    fallbacks = scheduler.offload.counters.fallbacks
+    assert fallbacks[Reason.NO_POOL] > 10 and fallbacks.keys() <= {Reason.NO_POOL, Reason.COPY_LOST}
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+def test_a_worker_that_never_answers_is_not_waited_for(asynchronous: bool) -> None:
+    scheduler, run, worker = simulate(
+        mixed(40), 2 * BLOCKS, asynchronous=asynchronous, late=sometimes_never, clock=Clock(), aborts=some_leave(40)
+    )
+    assert_all_served(run)
+    fallbacks = scheduler.offload.counters.fallbacks
+    assert fallbacks[Reason.SWITCHED_OFF] or fallbacks[Reason.NO_ANSWER]
+    assert scheduler.offload.why_off is Reason.SWITCHED_OFF
+    assert not scheduler.offload.books.known()
+
+
+@BOTH
+def test_answers_that_are_lost_do_no_harm(asynchronous: bool) -> None:
+    rng = random.Random(0)
+    scheduler, run, _ = simulate(
+        mixed(40), 2 * BLOCKS, asynchronous=asynchronous, lose_words=lambda: rng.random() < 0.1, clock=Clock()
+    )
+    assert_all_served(run)
+    assert not scheduler.offload.books.known()
+
+
+def test_late_answers_give_back_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_control, "DEADLINE_S", 5.0)
+    monkeypatch.setattr(offload_control, "DEADLINE_OUTPUTS", 2)
+    scheduler, run, worker = simulate(mixed(40), BLOCKS, late=lambda rng: rng.choice((0, 0, 30)), clock=Clock())
+    assert_all_served(run)
+    counters = scheduler.offload.counters
+    assert counters.fallbacks and counters.restores
+    # What is still set aside comes back with the last of the answers.
+    worker.copies._step += 100
+    scheduler.offload.heard(worker.half.take_word() or Word())
+    assert scheduler.offload.why_off is None
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+@ORDERS
+@pytest.mark.parametrize("host_pages", [1, 10])
+def test_a_full_host_pool_costs_computing_again_and_never_a_preempted_request_that_it_holds(
+    asynchronous: bool, order: str, host_pages: int
+) -> None:
+    scheduler, run, _ = simulate(
+        mixed(40), BLOCKS, asynchronous=asynchronous, order=order, host_pages=host_pages, late=soon_or_later
+    )
+    assert_all_served(run)
+    assert set(scheduler.offload.counters.fallbacks) == {Reason.HOST_FULL}
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+def test_a_pool_barely_larger_than_one_request_makes_progress(asynchronous: bool) -> None:
+    trace = [Arrival(0.0, 100 + i, 60, 60) for i in range(12)]
+    scheduler, run, _ = simulate(trace, 1 + 11, asynchronous=asynchronous, max_model_len=176, late=soon_or_later)
+    assert_all_served(run)
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+def test_a_reset_of_the_prefix_cache_forgets_every_copy(asynchronous: bool) -> None:
+    """As after new weights: nothing that was computed before is used."""
+    steps, restored = 0, []
+
+    def reset(run: Replay) -> None:
+        nonlocal steps
+        steps += 1
+        scheduler = run.scheduler
+        waits = scheduler.finished_recving_kv_req_ids
+        if scheduler.offload._loads or not (steps % 50 == 0 or waits and len(restored) < 5):
+            return
+        restored.extend(waits)
+        assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert not scheduler.offload.books.known()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, asynchronous=asynchronous, after_step=reset)
+    assert_all_served(run)
+    assert steps > 200 and restored
+    assert scheduler.offload.counters.fallbacks[Reason.RESET]
+    assert_nothing_is_left(scheduler)
+
+
+def test_what_it_does_is_shown_among_vllms_metrics() -> None:
+    scheduler, run, worker = simulate(mixed(40), BLOCKS, host_pages=20, fails=at_times, late=soon_or_later)
+    counters: Counters = scheduler.offload.counters
+    wanted = {
+        "offload_bytes to_host": counters.stored_bytes,
+        "offload_bytes from_host": counters.loaded_bytes,
+        "offload_hit_tokens device": counters.device_tokens,
+        "offload_hit_tokens host": counters.host_tokens,
+        "offload_restores": counters.restores,
+        "offload_lost_blocks": counters.lost_pages,
+        **{f"offload_fallbacks {reason.name.lower()}": n for reason, n in counters.fallbacks.items()},
+    }
+    assert len(counters.fallbacks) > 1
+    assert worker.shown == {name: amount for name, amount in wanted.items() if amount}
+    assert {metric.name for metric in metrics.listed(scheduler.vllm_config)} == {name.split()[0] for name in wanted}
+
+
+def test_five_hundred_preemptions_leave_nothing_behind() -> None:
+    sizes = []
+
+    def note(run: Replay) -> None:
+        control = run.scheduler.offload
+        sizes.append(
+            len(control._stores) + len(control._loads) + len(control.books._copies) + len(control.books._shapes)
+        )
+
+    scheduler, run, _ = simulate(mixed(400, 3), BLOCKS, after_step=note, late=soon_or_later)
+    assert_all_served(run)
+    assert scheduler.offload.counters.restores >= 500
+    assert max(sizes) < 200
+    assert_nothing_is_left(scheduler)
