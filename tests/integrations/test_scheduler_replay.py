@@ -176,3 +176,23 @@ def test_everything_running_can_be_preempted_from_outside_and_goes_on():
     trace = pressing(30)
     done = replay_of(trace, 300, after_step=reset_once, asynchronous=False)
     assert [life.tokens for life in done.outcome.lives] == [arrival.output_tokens for arrival in trace]
+
+
+@pytest.mark.parametrize("free", [20, 24, 28, 32])
+def test_a_long_prompt_does_not_take_a_steps_tokens_from_those_that_decode(free):
+    """Where blocks are few: victims are found by what they hold, and the document holds most."""
+    trace = [Arrival(0.0, 155 + i, 600, 600) for i in range(8)] + [Arrival(0.2, 120_000, 300, 300)]
+    fields = {"max_model_len": 131072, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    blocks = 1 + 7500 + 8 * 12 + free
+    scheduler, config = scheduler_of(blocks, options={"reserve_ratio": 0}, asynchronous=False, **fields)
+    stepped, schedule = [], scheduler.schedule
+
+    def watched():
+        decoding = {request.request_id for request in scheduler.running if request.num_output_tokens}
+        output = schedule()
+        stepped.append(decoding <= output.num_scheduled_tokens.keys() | (output.preempted_req_ids or set()))
+        return output
+
+    scheduler.schedule = watched
+    assert Replay(scheduler, config, STEP).run(trace).lives[-1].tokens == 300
+    assert all(stepped)
