@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default 32)")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T", help="of the prompts")
     parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), default=["andpro", "blend"], help="default andpro blend"
+        "--methods", nargs="+", choices=list(METHODS), default=["andpro", "robust"], help="default andpro robust"
     )
     parser.add_argument("--runs", type=int, default=7, help="timed runs per part (default 7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record there")

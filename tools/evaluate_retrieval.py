@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--generated", action="store_true", help="with --text: generated sentences too, in turn with the texts"
     )
     parser.add_argument("--plain", action="store_true", help="prompts without the tokenizer's chat template")
-    parser.add_argument("--against", default="andpro", help="system of paired differences (default andpro)")
+    parser.add_argument(
+        "--against", help="system of paired differences (default: andpro, or full if that is not asked for)"
+    )
     parser.add_argument("--device", help="such as cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--processes", type=int, default=1, help="that share the rounds and the device (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record there")
@@ -70,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     """0 with tables on standard output."""
     for name in ("json", "markdown", "plot"):
         record.check_target(f"--{name}", getattr(args, name))
-    values = evaluate_run.measure(_plan(args), args.processes)
-    rows = _rows(args.against, values)
+    plan = _plan(args)
+    against = args.against or ("andpro" if "andpro" in plan.methods else FULL)
+    values = evaluate_run.measure(plan, args.processes)
+    rows = _rows(against, values)
     whole = [each for each in rows if each["case"].count(",") == 1]  # of all tasks together
-    titles = {metric: _title(metric, args.against, values) for metric in _METRICS}
+    titles = {metric: _title(metric, against, values) for metric in _METRICS}
     for metric, title in titles.items():
         for position in dict.fromkeys(each["case"].partition(",")[0] for each in whole):
             shown = [each for each in whole if each["case"].startswith(f"{position},")]
@@ -97,7 +101,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.first_seed < 0:
         raise UsageError(f"--first-seed {args.first_seed}; allowed is 0 or more")
     methods = dict(_method(text) for text in args.method or METHODS)
-    if args.against not in (*methods, FULL):
+    least = max(method.always_kept for method in methods.values())
+    if args.length and min(args.length) <= least:
+        raise UsageError(f"--length {min(args.length)}: nothing can be pruned; allowed is {least + 1} or more")
+    if args.against not in (None, *methods, FULL):
         raise UsageError(f"--against {args.against}: allowed are {', '.join(methods)} and {FULL}")
     texts: list[str | None] = [_read(path) for path in args.text or ()]
     if not texts or args.generated:

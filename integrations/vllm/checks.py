@@ -90,7 +90,7 @@ def refuse_unsupported_with_kv8(args: EngineArgs) -> None:
         "--enable-lora": args.enable_lora,
         "--speculative-config": args.speculative_config is not None,
         "--kv-transfer-config": args.kv_transfer_config is not None
-        and args.kv_transfer_config.kv_connector != OFFLOAD_CONNECTOR,
+        and getattr(args.kv_transfer_config, "kv_connector", None) != OFFLOAD_CONNECTOR,
         "--kv-offloading-size": args.kv_offloading_size is not None,
         "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,

@@ -98,7 +98,7 @@ def _wrap_engine_config() -> None:
 
     @functools.wraps(create_engine_config)
     def wrapped(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from kvcompile.integrations.vllm import linear_report, preset
+        from kvcompile.integrations.vllm import linear_report, offload_preset, preset
         from kvcompile.integrations.vllm.request import request_of
 
         request = request_of(self.compilation_config)
@@ -108,6 +108,7 @@ def _wrap_engine_config() -> None:
                     f'--additional-config has a "{NAME}" table but kvcompile is not asked for; '
                     f"add --compilation-config {NAME}, or remove the table"
                 )
+            offload_preset.refuse_without_kvcompile(self)
             config = create_engine_config(self, *args, **kwargs)
             linear_report.say_what_is_off(config)
             return config

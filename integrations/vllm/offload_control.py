@@ -140,11 +140,6 @@ class OffloadControl:
             return 0
         return max(0, life.tokens - hit_tokens)
 
-    def comes_back_as_it_was(self, request_id: str) -> bool:
-        """Whether a request that had a plan to be pruned is restored, whole from the host; else it gets another."""
-        life = self.books.life(request_id)
-        return life is not None and life.shape is not None and self.matched(request_id, 0) != 0
-
     def null_pages(self, request_id: str) -> int:
         """With which the table of a request begins that is about to be restored."""
         life = self.books.life(request_id)
@@ -174,6 +169,10 @@ class OffloadControl:
 
     # ---- each step
 
+    def step_ended(self) -> None:
+        """Of the workers, whether or not they had a word to say."""
+        self._outputs += 1
+
     def take_orders(self) -> Orders:
         stores, self._move_stores = tuple(self._move_stores), []
         loads, self._move_loads = self._move_loads, {}
@@ -182,7 +181,6 @@ class OffloadControl:
     def heard(self, word: Word) -> tuple[list[Load], list[Load], int]:
         """Loads that have ended well, those that have not, and how many blocks have come back."""
         freed = 0
-        self._outputs += 1
         for tag, answer in word.stores.items():
             if store := self._stores.get(tag):
                 store.answer = store.answer.and_also(answer)

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from kvcompile.integrations.vllm.offload_scheduler import Offloading
 from kvcompile.integrations.vllm.scheduler import _LengthAware
+from kvcompile.offload.books import Life
 from kvcompile.schedule.victims import Stake, keep_order
 
 
@@ -24,9 +25,11 @@ class OffloadingLengthAware(Offloading, _LengthAware):
         return reversed(keep_order(self.running, self._stake))
 
     def _stake(self, request: Request) -> Stake:
-        stake = super()._stake(request)
-        copied = self.offload.books.copied(request.request_id) * self.block_size
-        return stake._replace(lost_tokens=max(0, stake.lost_tokens - copied))
+        stake, life = super()._stake(request), self._life(request)
+        if self.offload.why_off or not isinstance(life, Life):
+            return stake  # all of it would be lost
+        kept = life.first + self.offload.books.copied(request.request_id)  # pages: null ones need no copy
+        return stake._replace(lost_tokens=max(0, life.tokens - kept * self.block_size))
 
     def _admit(self, request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
         if request.num_computed_tokens:  # its pages have come: refused now, it would hold them for nothing

@@ -49,12 +49,20 @@ class RestoringCacheManager(KVCacheManager):
     offload: OffloadControl
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        if not self.offload.comes_back_as_it_was(request.request_id):
-            return super().get_computed_blocks(request)
-        # All of it is on the host, and no plan is made anew.
         (single,) = self.coordinator.single_type_managers
+        life = self.offload.books.life(request.request_id)
+        if life is None or not hasattr(single, "plans"):
+            return super().get_computed_blocks(request)
+        # Pruned before or not, it stays as it was: no plan is made anew.
+        if life.shape is None:
+            found = KVCacheManager.get_computed_blocks(self, request)
+        else:
+            found = self.empty_kv_cache_blocks, 0  # all of it is on the host
+        self.offload.matched(request.request_id, found[1])
+        if self.offload.books.life(request.request_id) is None:  # it cannot be restored
+            return super().get_computed_blocks(request)
         single.plans.pop(request.request_id, None)
-        return self.empty_kv_cache_blocks, 0
+        return found
 
 
 def install(manager: KVCacheManager, offload: OffloadControl) -> None:

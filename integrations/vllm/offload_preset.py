@@ -15,14 +15,17 @@ from vllm.platforms import current_platform
 from kvcompile.config import OffloadConfig, Resolved, UsageError, resolve
 from kvcompile.integrations.vllm import checks
 from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR, OFFLOADING_SCHEDULER, offloads
+from kvcompile.presets import NAME
 
 _FLAG = "--kv-transfer-config"
 _KEYS = tuple(field.name for field in fields(OffloadConfig) if field.name != "enabled")
+# What the flag may say beside them. Of a load that fails the request is computed again, whatever the policy.
+_OF_FLAG = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy", "engine_id")
 
 
 def asked_by_flag(args: EngineArgs) -> bool:
     """Whether `--kv-transfer-config` names our connector."""
-    return args.kv_transfer_config is not None and args.kv_transfer_config.kv_connector == OFFLOAD_CONNECTOR
+    return getattr(args.kv_transfer_config, "kv_connector", None) == OFFLOAD_CONNECTOR  # vLLM takes a table there too
 
 
 def with_flag(args: EngineArgs, resolved: Resolved) -> Resolved:
@@ -32,6 +35,8 @@ def with_flag(args: EngineArgs, resolved: Resolved) -> Resolved:
     given = args.kv_transfer_config
     if given.kv_role != "kv_both":
         raise UsageError(f'{_FLAG}: kv_role is {given.kv_role!r}; allowed for {OFFLOAD_CONNECTOR} is "kv_both"')
+    if others := _without_effect(given):
+        raise UsageError(f"{_FLAG}: {OFFLOAD_CONNECTOR} makes nothing of {', '.join(others)}; remove it")
     if twice := [key for key in resolved.sources if key.startswith("offload.")]:
         raise UsageError(f"{', '.join(twice)} and {_FLAG} are given; give offload's options in one place")
     if unknown := [key for key in given.kv_connector_extra_config if key not in _KEYS]:
@@ -41,6 +46,19 @@ def with_flag(args: EngineArgs, resolved: Resolved) -> Resolved:
     own = {"offload": {"enabled": True, **given.kv_connector_extra_config}}
     read = resolve(overrides=own, environ={}, overrides_source=_FLAG).config.offload
     return replace(resolved, config=replace(resolved.config, offload=read))
+
+
+def _without_effect(given: KVTransferConfig) -> list[str]:
+    """Fields that are for other connectors, and are not at their defaults."""
+    default = KVTransferConfig(kv_connector=OFFLOAD_CONNECTOR, kv_role="kv_both")
+    names = [field.name for field in fields(KVTransferConfig) if field.name not in _OF_FLAG]
+    return [name for name in names if getattr(given, name) != getattr(default, name)]
+
+
+def refuse_without_kvcompile(args: EngineArgs) -> None:
+    """Now, and not in another process, when vLLM makes the connector there."""
+    if asked_by_flag(args):
+        raise UsageError(f"{_FLAG}: {OFFLOAD_CONNECTOR} needs --compilation-config {NAME}; add it")
 
 
 def apply(args: EngineArgs, config: OffloadConfig, notes: dict[str, str], *, our_attention: bool) -> None:
@@ -67,6 +85,7 @@ def apply(args: EngineArgs, config: OffloadConfig, notes: dict[str, str], *, our
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=OFFLOAD_CONNECTOR,
         kv_role="kv_both",
+        engine_id=args.kv_transfer_config.engine_id if by_flag else None,
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=options,
     )

@@ -9,7 +9,7 @@ stores what is kept where it belongs. There is no way back, so where scores fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ logger = init_logger("vllm.kvcompile")
 Select = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor]
 # (cache, table row, kept tokens) of each layer, and the plan: the kept tokens to where they belong
 Move = Callable[[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], Plan], None]
-# Which prompts this rank can prune -> which all ranks can: see `prune_ranks.py`
+# What is so on this rank -> what is so on all of them: see `prune_ranks.py`
 Agree = Callable[[list[bool]], list[bool]]
 
 
@@ -46,10 +46,11 @@ class Job:
         self, layer: str, query: torch.Tensor, kv_cache: torch.Tensor, table_row: torch.Tensor, scale: float
     ) -> None:
         """Of the request's new tokens in one layer: query [T, H, d], their keys and values are in the cache."""
-        earlier = self.queries.get(layer)
-        last = query if earlier is None else torch.cat([earlier, query])
-        self.queries[layer] = last[-self.window :].clone()
-        if self.final and (keep := self._scored(layer, self.queries[layer], kv_cache, table_row, scale)) is not None:
+        earlier = self.queries.pop(layer, None)
+        last = (query if earlier is None else torch.cat([earlier, query]))[-self.window :]
+        if not self.final:
+            self.queries[layer] = last.clone()
+        elif (keep := self._scored(layer, last, kv_cache, table_row, scale)) is not None:
             self.keeps[layer] = kv_cache, table_row, keep
 
     def store(
@@ -124,33 +125,45 @@ class Jobs:
 
     def end(self) -> dict[str, int]:
         """The layers have run: move what is to be kept. Epochs of the requests that have been pruned, by id."""
-        acknowledged = {}
         ended = {request_id: self._jobs.pop(request_id) for request_id, told in self._step.items() if told.final}
-        for job in ended.values():
-            self._note_failures(job)
-            if job.plan.inline and len(job.stored) != self._layers:
-                raise RuntimeError(f"{len(job.stored)} of {self._layers} layers have stored a prompt's kept tokens")
-        moved = {request_id: job for request_id, job in ended.items() if not job.plan.inline}
-        scored = self._agree([len(job.keeps) == self._layers for job in moved.values()]) if moved else []
-        for (request_id, job), ready in zip(moved.items(), scored, strict=True):
-            if ready:
-                self._move(list(job.keeps.values()), job.plan)
-                self._to_release[request_id] = job.plan.released
-                acknowledged[request_id] = job.plan.epoch
+        complete = [len(job.stored if job.plan.inline else job.keeps) == self._layers for job in ended.values()]
+        clean = [not job.failures for job in ended.values()]
+        everywhere = self._agree(complete + clean) if ended else []
+        self._failures += everywhere[len(ended) :].count(False)
+        ready = {}
+        for (request_id, job), whole in zip(ended.items(), everywhere[: len(ended)], strict=True):
+            self._warn_of_failures(job)
+            if whole and not job.plan.inline:
+                ready[request_id] = job
+            elif not whole and job.plan.inline:
+                raise RuntimeError("not every layer has stored its part of a prompt's kept tokens")
+        if ready:
+            self._move_on_all_ranks(ready.values())
+        self._to_release |= {request_id: job.plan.released for request_id, job in ready.items()}
         self._step = {}
-        return acknowledged
+        return {request_id: job.plan.epoch for request_id, job in ready.items()}
 
-    def _note_failures(self, job: Job) -> None:
-        if not job.failures:
-            return
-        self._failures += 1
+    def _move_on_all_ranks(self, jobs: Iterable[Job]) -> None:
+        """Or raise on all of them. An error of a rank whose output nobody reads vLLM would only log, and release pages
+        that this rank goes on reading.
+        """
+        failure: Exception | None = None
+        try:
+            for job in jobs:
+                self._move(list(job.keeps.values()), job.plan)
+        except Exception as error:
+            failure = error
+        if not all(self._agree([failure is None])):
+            raise RuntimeError("the kept tokens of a prompt could not be moved on every rank") from failure
+
+    def _warn_of_failures(self, job: Job) -> None:
         instead = "it keeps its last tokens there" if job.plan.inline else "it stays whole"
         for kind in job.failures.keys() - self._failures_said:
             self._failures_said.add(kind)
             logger.warning("a prompt could not be scored in some layers, %s: %s", instead, job.failures[kind])
 
     def take_failures(self) -> int:
-        """Prompts that could not be scored, since this was last called."""
+        """Prompts that some rank could not score, since this was last called."""
         failures, self._failures = self._failures, 0
         return failures
 

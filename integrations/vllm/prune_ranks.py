@@ -1,9 +1,9 @@
-"""Whether all ranks can prune a prompt, before any of them moves a token.
+"""Whether all ranks can prune a prompt, before any of them moves a token, and whether all of them have.
 
 vLLM hands the scheduler the output of one rank, and pages are released on its word: a rank that had not pruned would go
 on reading pages that are somebody else's by then. Ranks are told the same and run the same graphs, but each scores in
 memory of its own, which may run out. So they ask each other: a few bytes, on the CPU, in steps that end a prompt and in
-no other.
+no other. What is wrong on one of them is an error, or a failure that is counted, on all: of other ranks nobody hears.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def agreement() -> Agree:
     if group.world_size == 1:
         return list
 
-    def all_can(this_can: list[bool]) -> list[bool]:
-        can = torch.tensor(this_can, dtype=torch.int32)
-        all_reduce(can, op=ReduceOp.MIN, group=group.cpu_group)
-        return can.bool().tolist()
+    def on_all(on_this: list[bool]) -> list[bool]:
+        said = torch.tensor(on_this, dtype=torch.int32)
+        all_reduce(said, op=ReduceOp.MIN, group=group.cpu_group)
+        return said.bool().tolist()
 
-    return all_can
+    return on_all

@@ -117,9 +117,9 @@ class PruningRunner(PruningSteps):
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        jobs = self._jobs.of_step()
-        rows = {self.input_batch.req_id_to_index[request_id]: job for request_id, job in jobs.items()}
-        attach(metadata.values(), rows)
+        if jobs := self._jobs.of_step():
+            rows = {self.input_batch.req_id_to_index[request_id]: job for request_id, job in jobs.items()}
+            attach(metadata.values(), rows)
         return metadata, common
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from kvcompile.ops.prune.methods import METHODS, Method, Stage, parse_method
 from kvcompile.ops.prune.op import prune_score
 from kvcompile.ops.prune.op_move import prune_compact, prune_copy
 from kvcompile.ops.prune.pages import pages_of
-from kvcompile.ops.prune.prepare import prepare
 from kvcompile.ops.prune.selection import select
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "Stage",
     "pages_of",
     "parse_method",
-    "prepare",
     "prune_compact",
     "prune_copy",
     "prune_score",

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.ops.prune import pages, positions
+from kvcompile.ops.prune.methods import stages_of
 
 # Elements of the weights [H * W, tile] of a tile: 1 MiB of fp32, for a core's second-level cache.
 TILE_ELEMENTS = 256 << 10
@@ -35,8 +36,7 @@ def score(
     """fp32 [stages, G, T] as `op.prune_score`, whose checks the arguments have passed; 0 where nothing is evictable."""
     window = query.shape[0]
     evictable = range(sink, max(sink, length - window))
-    stages = {"critical": 2, "blend": 2, "robust": 3}.get(method, 1)
-    scores = query.new_zeros((stages, kv_cache.shape[3], length), dtype=torch.float32)
+    scores = query.new_zeros((stages_of(method), kv_cache.shape[3], length), dtype=torch.float32)
     if not evictable:
         return scores
     span = slice(evictable.start, evictable.stop)

@@ -22,7 +22,7 @@ from kvcompile.ops import launch
 from kvcompile.ops.kv8.layout import fail
 from kvcompile.ops.prune import positions, score_shape
 from kvcompile.ops.prune.cuda_projection import projected_norm
-from kvcompile.ops.prune.methods import Method
+from kvcompile.ops.prune.methods import stages_of
 from kvcompile.ops.prune.score_shape import MOST_REACH, TOKENS
 
 FOLDER = Path(__file__).parent
@@ -46,7 +46,6 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 THREADS = 256
 WARPS = THREADS // 32
 ANCHORED = ("andpro", "blend", "robust")
-_STAGES = {"critical": 2, "blend": 2, "robust": 3}  # where there is more than one
 _RESIDENT = 2  # blocks on a multiprocessor
 
 
@@ -67,7 +66,7 @@ def score(
     _check(query, block_table_row, method, kernel)
     evictable = range(sink, max(sink, length - query.shape[0]))
     span = slice(evictable.start, evictable.stop)
-    shape = (_STAGES.get(method, 1), kv_cache.shape[3], length)
+    shape = (stages_of(method), kv_cache.shape[3], length)
     if not evictable or method in ("streaming", "random"):
         scores = torch.zeros(shape, dtype=torch.float32, device=query.device)
         if evictable and method == "streaming":
@@ -94,26 +93,6 @@ def score(
             scores[1].zero_()
             scores[1, :, span] = (scores[0, :, span] + epsilon) * norm
     return scores
-
-
-def prepare(device: torch.device, head_size: int, ratio: int, dtype: torch.dtype, method: Method) -> None:
-    """Compile and load all kernels that score by `method` with `ratio` query heads to each KV head."""
-    shape = _shape(device, head_size, 1 if method.NAME == "tova" else method.window, ratio)
-    defines = {"D": head_size, "ROWS": shape.rows, "DTYPE": DTYPES[dtype]}
-    if method.NAME in ANCHORED:
-        reach = method.kernel // 2
-        _kernel(STATS, "prune_stats", device, **defines)
-        _kernel(ANCHOR, "prune_anchor", device, **defines, REACH=reach)
-        _kernel(ANCHOR_SUM, "prune_anchor_sum", device, D=head_size)
-        _kernel(SCORE, "prune_score", device, **defines, REACH=reach)
-    elif method.NAME in ("snapkv", "critical", "tova"):
-        _kernel(STATS, "prune_stats", device, **defines)
-        _kernel(MEANS, "prune_means", device, **defines)
-    if method.NAME in ("robust", "keydiff"):
-        for name in ("prune_key_sum", "prune_key_difference"):
-            _kernel(KEY_DIFFERENCE, name, device, **defines)
-    for name in ("prune_sum_chunks", "prune_pool_means", "prune_mean_heads"):
-        _kernel(FINISH, name, device)
 
 
 def _check(query: torch.Tensor, block_table_row: torch.Tensor, method: str, kernel: int) -> None:

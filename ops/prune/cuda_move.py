@@ -63,12 +63,6 @@ def copy(
     )
 
 
-def prepare(device: torch.device, head_size: int) -> None:
-    """Compile and load both kernels."""
-    _kernel(COMPACT, "prune_compact", device, head_size)
-    _kernel(COPY, "prune_copy", device, head_size)
-
-
 @cache
 def _kernel(source: Path, name: str, device: torch.device, head_size: int) -> launch.Kernel:
     return launch.kernel(source, name, device, {"D": head_size}, signature=SIGNATURES[name])

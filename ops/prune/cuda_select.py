@@ -29,7 +29,7 @@ def select(scores: torch.Tensor, keep: int, sink: int, window: int, stages: list
     chunks = max(-(-evictable // stage.chunk) for stage in stages)
     kept = torch.empty(kv_heads * kept_pitch, dtype=torch.uint8, device=scores.device)
     keys, sizes = torch.empty((2, kv_heads * chunks), dtype=torch.int32, device=scores.device)
-    kernel(scores.device)(
+    _kernel(scores.device)(
         (kv_heads, 1, 1),
         THREADS,
         (
@@ -44,6 +44,5 @@ def select(scores: torch.Tensor, keep: int, sink: int, window: int, stages: list
 
 
 @cache
-def kernel(device: torch.device) -> launch.Kernel:
-    """Compiled and loaded once a device."""
+def _kernel(device: torch.device) -> launch.Kernel:
     return launch.kernel(SELECT, "prune_select", device, signature=SIGNATURES["prune_select"])

@@ -10,6 +10,7 @@ ranked per KV head. A[i, t] is the softmax over the full causal row of scale * q
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, ClassVar
 
 SCORE_PARAMETERS = ("sink", "kernel", "epsilon", "seed")  # those that scores depend on, beside the window
@@ -148,11 +149,11 @@ class Random(Method):
 
 @dataclass(frozen=True)
 class Blend(Method):
-    """The robust default: AnDPro where the prompt ends with what is asked, and not lost where it does not.
+    """AnDPro where the prompt ends with what is asked, and not lost where it does not.
 
     First stage: the share `anchor` of the budget in whole chunks by AnDPro's sum. Second: the rest in chunks by the
     maximum of m[t] = mean over all H heads of the layer of A[last query, t], not pooled (TOVA's score).
-    Measured in shared/design/kernels.md section 4. anchor = 1 is AnDPro but for the last, incomplete chunk.
+    anchor = 1 is AnDPro but for the last, incomplete chunk.
     """
 
     kernel: int = 7
@@ -180,7 +181,7 @@ class KeyDiff(Method):
 
 @dataclass(frozen=True)
 class Robust(Method):
-    """What the window asks about, what the last query looks at, and, of what is left, what is unlike the rest.
+    """The default: what the window asks about, what the last query looks at, and of what is left what is unlike others.
 
     First stage: the share `anchor` of the budget in whole chunks by AnDPro's sum. Second: the share `last` in whole
     chunks by the maximum of the mean over all H heads of the layer of A'[last query, t], pooled as for AnDPro. Third:
@@ -211,6 +212,12 @@ class Robust(Method):
 METHODS: dict[str, type[Method]] = {
     method.NAME: method for method in (AnDPro, SnapKV, TOVA, Streaming, CriticalKV, Random, Blend, KeyDiff, Robust)
 }
+
+
+@cache
+def stages_of(name: str) -> int:
+    """How many rankings a method has, whatever its parameters."""
+    return len(METHODS[name]().stages)
 
 
 def parse_method(name: str, **parameters: Any) -> Method:

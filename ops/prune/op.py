@@ -17,7 +17,7 @@ import torch
 from kvcompile.ops.kv8.layout import check_one_device, fail
 from kvcompile.ops.library import register
 from kvcompile.ops.prune import checks, cpu, cuda
-from kvcompile.ops.prune.methods import METHODS, Method
+from kvcompile.ops.prune.methods import METHODS, Method, stages_of
 
 
 def prune_score(
@@ -44,8 +44,8 @@ def prune_score(
     Arithmetic in fp32; memory beyond inputs and result is bounded, whatever T. Slots that no position below T maps to
     are never read into a score. Under tensor parallelism "all heads of the layer" are those of the rank.
 
-    On CUDA (cuda.py): bf16 and fp16 queries; products in fp16 with fp32 sums; a kernel of at most 33 for `andpro` and
-    `blend`; fp32 [H, T] of memory; nothing waits for the device, and contents of tensors are not checked.
+    On CUDA (cuda.py): bf16 and fp16 queries; products in fp16 with fp32 sums; a kernel of at most 33 for `andpro`,
+    `blend` and `robust`; fp32 [H, T] of memory; nothing waits for the device, and no tensor's contents are checked.
 
     Raises ValueError naming the argument that does not fit.
     """
@@ -120,8 +120,7 @@ def _score_fake(
     check_one_device("prune_score", query=query, kv_cache=kv_cache, block_table_row=block_table_row)
     if method not in METHODS:
         fail("prune_score", "method", repr(method), ", ".join(METHODS))
-    stages = len(METHODS[method]().stages)
-    return query.new_empty((stages, kv_cache.shape[3], length), dtype=torch.float32)
+    return query.new_empty((stages_of(method), kv_cache.shape[3], length), dtype=torch.float32)
 
 
 register(

@@ -94,7 +94,7 @@ def test_failures_cost_computing_again_and_no_token(model: Path, wanted: list[li
 
 def test_pruned_requests_come_back_pruned_and_go_on_as_if_nothing_had_been(model: Path) -> None:
     rng = random.Random(2)
-    trace = [Arrival(0.0, rng.randint(90, 180), rng.randint(30, 70), 70) for _ in range(40)]
+    trace = [Arrival(0.0, rng.randint(50, 180), rng.randint(30, 70), 70) for _ in range(40)]
     prune = {"enabled": True, "budget_tokens": 64, "window_tokens": 16}
     (whole,) = offload_engine.serve(model, {**STOCK_ORDER, "prune": prune}, [(trace, {})], blocks=LARGE)
     options = {**STOCK_ORDER, "prune": prune, "offload": OFFLOAD}

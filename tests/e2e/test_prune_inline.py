@@ -86,6 +86,7 @@ def test_where_nothing_can_be_scored_the_last_tokens_are_kept_and_it_is_counted(
     assert [run["scoring_failures"] for run in served] == [0, 0, 0, len(PRUNED)]
 
 
+@pytest.mark.long
 def test_inline_prompts_two_phase_ones_and_whole_ones_share_a_batch(model: Path, wanted: list[Answer]) -> None:
     # Steps of 210 tokens: 256 can only be computed in chunks, others wait for a step of their own, not for long. In the
     # second round all that runs is preempted twice, and begins anew with more tokens than the reference prunes.
@@ -107,6 +108,7 @@ def test_a_prompt_that_nothing_can_score_in_two_phases_stays_whole(model: Path) 
     assert (run["scoring_failures"], run["released_blocks"]) == (len(PRUNED), 0)
 
 
+@pytest.mark.long
 def test_critical_weighs_values_by_the_projections_that_the_model_has(model: Path) -> None:
     method, llama = prune.parse_method("critical", window=WINDOW), Llama(model)
     # The reference selects layer by layer, prompt by prompt.

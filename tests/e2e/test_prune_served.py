@@ -139,7 +139,7 @@ def test_in_a_pool_where_vllm_preempts_pruned_requests_are_served_without(model:
     # In vLLM's own order both, so that pruning alone makes the difference.
     order = {"scheduler": {"enabled": False}}
     (theirs,) = serve(model, order, [long], **pool)
-    (ours,) = serve(model, {**OPTIONS, **order}, [long], **pool)
+    (ours,) = serve(model, {"prune": {**PRUNE, "inline": "never"}, **order}, [long], **pool)
     assert theirs["preemptions"] > 0 and theirs["released_blocks"] == 0
     assert ours["preemptions"] == 0 and ours["left_blocks"] == 0
     assert ours["released_blocks"] == sum((len(r[0]) - kept_of(len(r[0]))) // 16 for r in long)

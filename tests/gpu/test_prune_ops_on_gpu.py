@@ -10,8 +10,10 @@ from kvcompile.ops.kv8 import HEAD_SIZES
 from kvcompile.ops.prune import (
     METHODS,
     Method,
+    cuda,
+    cuda_move,
+    cuda_select,
     parse_method,
-    prepare,
     prune_compact,
     prune_copy,
     prune_score,
@@ -258,14 +260,22 @@ def test_scoring_selection_and_compaction_replay_as_a_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_was_prepared_is_all_that_pruning_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, method = _on_gpu(make_prompt(300, heads=8, kv_heads=2, window=32, dtype=torch.bfloat16)), parse_method(name)
-    weight = p.output_weight.to("cuda", torch.bfloat16)
-    prepare(p.query.device, 64, 4, torch.bfloat16, method)
+def test_a_short_prompt_compiles_all_that_longer_ones_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server relies on that prunes a made-up prompt at its start."""
+    for cached in (cuda._kernel, cuda_move._kernel, cuda_select._kernel):
+        cached.cache_clear()  # of the tests before
+    shape = {"heads": 8, "kv_heads": 2, "window": 32, "dtype": torch.bfloat16}
+    short, long = (_on_gpu(make_prompt(length, **shape)) for length in (68, 5000))
+    method, weight = parse_method(name), short.output_weight.to("cuda", torch.bfloat16)
+
+    def prune(p: Prompt, first: int) -> None:
+        keep = select(prune_score(p.query, p.cache, p.row, p.length, p.scale, method, weight), method, p.length - first)
+        prune_copy(p.cache, p.row, p.cache.clone(), p.row, keep, first)
+        prune_compact([p.cache], p.row, [keep], p.length, first)
+
+    prune(short, 16)
     monkeypatch.setattr(launch, "kernel", lambda *_, **__: pytest.fail("compiled too late"))
-    keep = select(prune_score(p.query, p.cache, p.row, 300, p.scale, method, weight), method, 300 - 128)
-    prune_copy(p.cache, p.row, p.cache.clone(), p.row, keep, 128)
-    prune_compact([p.cache], p.row, [keep], 300, 128)
+    prune(long, 2048)
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:

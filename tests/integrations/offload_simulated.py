@@ -41,6 +41,7 @@ from tests.integrations.offload_memory import BLOCK, Page, SimulatedCopies
 from tests.integrations.replays import STEP
 
 PAGE_BYTES = 2 * BLOCK * 64 * 2  # of the replay's cache: K and V of one head of 64, bf16
+WINDOW = 16
 FIELDS = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 256}
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 ORDERS = pytest.mark.parametrize("order", ["vllm", "length"])
@@ -73,6 +74,7 @@ class SimulatedWorker:
         self.half = OffloadWorker(pool_bytes, PAGE_BYTES, lambda caches, slots: self._keep(make(self.device, slots)))
         self.half.register({"layer": torch.zeros((2, PAGE_BYTES), dtype=torch.uint8)})
         self.reads = 0
+        self._observed: Counter[Any] = Counter()  # of a plan: tokens whose queries were there to score by
         self.shown: Counter[str] = Counter()  # what the scheduler has sent to be shown among vLLM's metrics
 
     def _keep(self, copies: SimulatedCopies) -> SimulatedCopies:
@@ -91,6 +93,10 @@ class SimulatedWorker:
             for position in range(end - count, end):
                 self._write(table, position, self._computed(request, position))
             step = getattr(output, PLANS, {}).get(request_id)
+            if step:
+                self._observed[request_id, step.plan] += count
+                seen = self._observed[request_id, step.plan]
+                assert not step.final or seen >= WINDOW, f"{request_id} is to be scored by {seen} queries"
             if step and step.final and (step.plan.inline or not self.refuses(self._rng)):
                 for position in range(step.plan.first, step.plan.tokens):
                     self._write(table, position, ("kept", request_id, step.plan, position))
@@ -157,7 +163,7 @@ def simulate(
 ) -> tuple[Any, replay.Replay, SimulatedWorker]:
     """Scheduler, replay and worker of a trace that has been served, with the books checked after every step."""
     options = {
-        "prune": asdict(PruneConfig(enabled=prune, budget_tokens=64, window_tokens=16)),
+        "prune": asdict(PruneConfig(enabled=prune, budget_tokens=64, window_tokens=WINDOW)),
         "scheduler": asdict(SchedulerConfig(horizon_steps=1, reserve_ratio=0.0)),  # so that there is pressure
         "offload": asdict(OffloadConfig(enabled=True)),
     }
@@ -184,7 +190,9 @@ def simulate(
 
     def told(output: Any, result: Any) -> Any:
         word, acknowledged = words.pop(id(output))
-        result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=None if lose_words() else word)
+        word = None if lose_words() else word
+        if word or output.num_scheduled_tokens:  # as vLLM's runners do
+            result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=word)
         setattr(result, ACKNOWLEDGED, acknowledged)
         outputs = update(output, result)
         for each in outputs.values():
@@ -196,6 +204,9 @@ def simulate(
 
     def checked(run: replay.Replay) -> None:
         check_integrity(scheduler)
+        for request in scheduler._inflight_prefills:
+            held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+            assert held or request in scheduler.running, "blocks are kept free for one that has not begun"
         if after_step:
             after_step(run)
 

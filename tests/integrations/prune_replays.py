@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -63,6 +64,7 @@ def run_of(
     after_step: Callable[[Any], None] = lambda scheduler: None,
 ) -> replay.Replay:
     """The replay of a trace. Of every `abort_every`-th request the client goes away; 0: of none."""
+    word = deepcopy(word)  # one that remembers is shared by the tests that it parametrises
     update = scheduler.update_from_output
 
     def told(output: Any, result: Any) -> Any:

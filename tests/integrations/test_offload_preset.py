@@ -77,8 +77,12 @@ def test_asked_for_by_the_flag_of_vllm_it_is_the_same(build) -> None:
             by_flag(role="kv_producer"),
             "--kv-transfer-config: kv_role is 'kv_producer'; allowed for KVCompileOffload is \"kv_both\"",
         ),
+        (
+            KVTransferConfig(kv_connector="KVCompileOffload", kv_role="kv_both", kv_buffer_size=1e6, kv_rank=1),
+            "--kv-transfer-config: KVCompileOffload makes nothing of kv_buffer_size, kv_rank; remove it",
+        ),
     ],
-    ids=["unknown", "enabled", "role"],
+    ids=["unknown", "enabled", "role", "of others"],
 )
 def test_what_the_flag_may_not_say_is_refused(refusal, flag: KVTransferConfig, message: str) -> None:
     assert refusal(kv_transfer_config=flag) == message
@@ -150,6 +154,11 @@ def test_the_connector_without_kvcompile_is_refused_by_name(engine_args) -> None
 
     from kvcompile.integrations.vllm.offload_connector import KVCompileOffload
 
-    config = engine_args(kv_transfer_config=by_flag()).create_engine_config()
+    with pytest.raises(
+        UsageError, match="--kv-transfer-config: KVCompileOffload needs --compilation-config kvcompile; add it"
+    ):
+        engine_args(kv_transfer_config=by_flag()).create_engine_config()
+    config = engine_args().create_engine_config()  # as by a caller who makes vLLM's configuration himself
+    config.kv_transfer_config = by_flag()
     with pytest.raises(UsageError, match="KVCompileOffload needs --compilation-config kvcompile; add it"):
         KVCompileOffload(config, KVConnectorRole.SCHEDULER, None)

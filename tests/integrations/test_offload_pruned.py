@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcompile.integrations.vllm.replay import Replay
+from kvcompile.integrations.vllm.replay import BLOCK_TOKENS, Replay
+from kvcompile.offload.books import Life
 from kvcompile.offload.counters import Reason
 from kvcompile.schedule.trace import Arrival
 from tests.integrations.offload_simulated import (
@@ -78,4 +79,61 @@ def test_a_request_comes_back_as_it_was_stored(
     assert_all_served(run)
     assert way in back
     assert scheduler.offload.counters.restores > 10
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+@ORDERS
+def test_a_request_that_was_too_short_to_be_pruned_comes_back_whole_however_long_it_is_now(
+    asynchronous: bool, order: str
+) -> None:
+    """It comes back for its next token alone: there would be no queries to score by."""
+    trace = [Arrival(0.0, random.Random(i).randint(30, 79), 150, 150) for i in range(24)]
+    back = []
+
+    def note(run: Replay) -> None:
+        scheduler = run.scheduler
+        back.extend(
+            request.num_tokens
+            for request in scheduler.running
+            if request.num_preemptions and scheduler.offload.books.copied(request.request_id)
+        )
+        assert not scheduler.pruning.plans
+
+    scheduler, run, _ = simulate(trace, 40, asynchronous=asynchronous, order=order, prune=True, after_step=note)
+    assert_all_served(run)
+    assert max(back) > 2 * 80
+    assert scheduler.offload.counters.restores > 10
+    assert not scheduler.offload.counters.fallbacks
+    assert_nothing_is_left(scheduler)
+
+
+@BOTH
+def test_a_pruned_request_stands_to_lose_no_more_than_what_has_no_copy(asynchronous: bool) -> None:
+    trace = [Arrival(0.0, random.Random(i).randint(100, 300), 150, 150) for i in range(24)]
+    stakes = []
+
+    def note(run: Replay) -> None:
+        scheduler = run.scheduler
+        for request in scheduler.running:
+            life, copied = scheduler._life(request), scheduler.offload.books.copied(request.request_id)
+            pruned = isinstance(life, Life) and life.first
+            if pruned and copied and life.first + copied == life.tokens // BLOCK_TOKENS:
+                stakes.append(scheduler._stake(request).lost_tokens)
+
+    simulate(trace, 40, asynchronous=asynchronous, order="length", prune=True, after_step=note)
+    assert len(stakes) > 10 and max(stakes) < BLOCK_TOKENS
+
+
+@BOTH
+@ORDERS
+@pytest.mark.parametrize("caching", [True, False], ids=["two-phase", "inline"])
+def test_a_pruned_request_whose_copies_fail_is_computed_and_pruned_anew(
+    asynchronous: bool, order: str, caching: bool
+) -> None:
+    trace = [Arrival(0.0, random.Random(i).randint(60, 300), 150, 150) for i in range(24)]
+    ways = {"asynchronous": asynchronous, "order": order, "enable_prefix_caching": caching, "fails": at_times}
+    scheduler, run, _ = simulate(trace, 32, prune=True, late=soon_or_later, aborts=some_leave(24), **ways)
+    assert_all_served(run)
+    assert scheduler.offload.counters.fallbacks[Reason.LOAD_FAILED]
     assert_nothing_is_left(scheduler)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from kvcompile.integrations.vllm import metrics, offload_control
 from kvcompile.integrations.vllm.offload_messages import Word
 from kvcompile.integrations.vllm.replay import Replay
+from kvcompile.integrations.vllm.replay_outcome import Life
 from kvcompile.offload.counters import Counters, Reason
 from kvcompile.schedule.trace import Arrival
 from tests.integrations.offload_simulated import (
@@ -101,9 +104,15 @@ def test_if_every_copy_fails_all_is_as_without_offload() -> None:
 
 
 def test_without_a_host_pool_all_is_as_without_offload_and_no_copy_is_tried_twice() -> None:
-    scheduler, run, _ = simulate(mixed(40), BLOCKS, host_memory=False)
+    tried = []
+
+    def note(run: Replay) -> None:
+        tried.append(run.scheduler.offload.books.pool._tags)
+
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, host_memory=False, after_step=note)
     assert_all_served(run)
     assert scheduler.offload.counters.stored_pages == 0
+    assert set(tried) == {0, tried[-1]}  # in one step
     fallbacks = scheduler.offload.counters.fallbacks
     assert fallbacks[Reason.NO_POOL] > 10 and fallbacks.keys() <= {Reason.NO_POOL, Reason.COPY_LOST}
     assert_nothing_is_left(scheduler)
@@ -129,6 +138,26 @@ def test_answers_that_are_lost_do_no_harm(asynchronous: bool) -> None:
     )
     assert_all_served(run)
     assert not scheduler.offload.books.known()
+
+
+@BOTH
+def test_a_load_that_is_never_answered_is_not_waited_for_where_nobody_runs(asynchronous: bool) -> None:
+    """The outputs of such steps are empty."""
+    schedulers, lost = [], []
+
+    def lose() -> bool:
+        lost.extend(schedulers[0].offload._loads if schedulers else ())
+        return bool(lost)
+
+    def note(run: Replay) -> None:
+        schedulers[:] = [run.scheduler]
+
+    trace = [Arrival(0.0, 100, 60, 60) for _ in range(3)]
+    scheduler, run, _ = simulate(
+        trace, 1 + 28, asynchronous=asynchronous, lose_words=lose, clock=Clock(), after_step=note
+    )
+    assert_all_served(run)
+    assert scheduler.offload.counters.fallbacks[Reason.NO_ANSWER] == 1
 
 
 def test_late_answers_give_back_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +197,66 @@ def test_a_pool_barely_larger_than_one_request_makes_progress(asynchronous: bool
 
 
 @BOTH
-def test_a_reset_of_the_prefix_cache_forgets_every_copy(asynchronous: bool) -> None:
+@ORDERS
+@pytest.mark.parametrize("fails", [lambda rng: False, at_times], ids=["well", "failing"])
+def test_whoever_is_back_makes_way_for_one_of_higher_priority_if_nobody_can_run(
+    asynchronous: bool, order: str, fails: Callable[[random.Random], bool]
+) -> None:
+    """Which comes while the last of its pages do, and needs their blocks."""
+    urgent, joined, stuck = Arrival(0.0, 440, 5, 5, priority=-1), 0, 0
+
+    def join(run: Replay) -> None:
+        nonlocal joined, stuck
+        scheduler = run.scheduler
+        if scheduler.finished_recving_kv_req_ids and joined < 3:
+            joined += 1
+            run.outcome.lives.append(Life(urgent))
+            run._add(len(run.outcome.lives) - 1, urgent)
+        stuck = 0 if scheduler.running or not scheduler.waiting else stuck + 1
+        assert stuck < 100, "nobody runs"
+
+    trace = [Arrival(0.0, 100, 60 if i == 0 else 150, 150, priority=min(i, 1)) for i in range(8)]
+    scheduler, run, _ = simulate(
+        trace,
+        32,
+        asynchronous=asynchronous,
+        order=order,
+        scheduling_policy="priority",
+        max_model_len=480,
+        fails=fails,
+        after_step=join,
+    )
+    assert_all_served(run)
+    assert joined == 3
+    assert_nothing_is_left(scheduler)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@ORDERS
+def test_who_is_preempted_was_the_likeliest_victim(order: str, policy: str) -> None:
+    likely, preempted = [], 0
+
+    def note(run: Replay) -> None:
+        nonlocal preempted
+        scheduler = run.scheduler
+        if likely:
+            gone = {request.request_id for request in scheduler.waiting if request.num_preemptions}
+            victims = [name for name, preemptions in likely if name in gone and name in scheduler.requests]
+            preempted += len(victims)
+            assert victims == [name for name, _ in likely][: len(victims)]
+        likely[:] = [(request.request_id, request.num_preemptions) for request in scheduler.likely_victims()]
+
+    trace = [replace(arrival, priority=index % 3) for index, arrival in enumerate(mixed(40))]
+    _, run, _ = simulate(trace, BLOCKS, order=order, scheduling_policy=policy, after_step=note)
+    assert_all_served(run)
+    assert preempted > 10
+
+
+@BOTH
+@pytest.mark.parametrize("fails", [lambda rng: False, at_times], ids=["well", "failing"])
+def test_a_reset_of_the_prefix_cache_forgets_every_copy(
+    asynchronous: bool, fails: Callable[[random.Random], bool]
+) -> None:
     """As after new weights: nothing that was computed before is used."""
     steps, restored = 0, []
 
@@ -185,14 +273,18 @@ def test_a_reset_of_the_prefix_cache_forgets_every_copy(asynchronous: bool) -> N
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
-    scheduler, run, _ = simulate(mixed(40), BLOCKS, asynchronous=asynchronous, after_step=reset)
+    scheduler, run, _ = simulate(mixed(40), BLOCKS, asynchronous=asynchronous, fails=fails, after_step=reset)
     assert_all_served(run)
     assert steps > 200 and restored
     assert scheduler.offload.counters.fallbacks[Reason.RESET]
     assert_nothing_is_left(scheduler)
 
 
-def test_what_it_does_is_shown_among_vllms_metrics() -> None:
+def test_what_it_does_is_shown_among_vllms_metrics_and_each_reason_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = []
+    monkeypatch.setattr(offload_control.logger, "warning", lambda text, *given, **_: said.append((text, *given)))
     scheduler, run, worker = simulate(mixed(40), BLOCKS, host_pages=20, fails=at_times, late=soon_or_later)
     counters: Counters = scheduler.offload.counters
     wanted = {
@@ -205,6 +297,8 @@ def test_what_it_does_is_shown_among_vllms_metrics() -> None:
         **{f"offload_fallbacks {reason.name.lower()}": n for reason, n in counters.fallbacks.items()},
     }
     assert len(counters.fallbacks) > 1
+    reasons = [given[0] for text, *given in said if text.startswith("a preempted request is computed again")]
+    assert sorted(reasons) == sorted(reason.value for reason in counters.fallbacks)
     assert worker.shown == {name: amount for name, amount in wanted.items() if amount}
     assert {metric.name for metric in metrics.listed(scheduler.vllm_config)} == {name.split()[0] for name in wanted}
 

@@ -104,6 +104,25 @@ def test_a_prompt_whose_scores_fail_stays_whole_and_is_counted(worker: Worker) -
     assert worker.jobs.take_failures() == 1 and worker.jobs.take_failures() == 0
 
 
+def test_of_a_prompt_that_ends_in_one_step_no_layer_keeps_its_queries(worker: Worker) -> None:
+    worker.jobs.begin({"x": Step(PLAN, final=True)})
+    (job,) = worker.jobs.of_step().values()
+    for layer in LAYERS:
+        job.observe(layer, torch.zeros(10, 1, 1), torch.zeros(1), ROW, 0.5)
+    assert job.keeps.keys() == {"a", "b"} and not job.queries
+
+
+def test_a_move_that_fails_is_an_error_and_not_acknowledged(worker: Worker) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("prune_compact: cannot")
+
+    worker.jobs._move = fails
+    with pytest.raises(RuntimeError, match="the kept tokens of a prompt could not be moved on every rank") as raised:
+        worker.step({"x": Step(PLAN, final=True)}, 10)
+    assert str(raised.value.__cause__) == "prune_compact: cannot"
+    assert worker.jobs.take_released() == {}
+
+
 class InlineStep:
     """A prompt of 100 tokens, two KV heads of 64, stored inline in a layer's cache of 12 pages full of marks."""
 
@@ -160,5 +179,5 @@ def test_where_scores_fail_a_prompt_that_is_stored_inline_keeps_its_last_tokens(
 def test_a_layer_that_has_not_stored_its_part_of_an_inline_prompt_is_an_error(worker: Worker) -> None:
     worker.jobs._select = lambda *_: torch.arange(68).repeat(2, 1).int()
     InlineStep(worker, LAYERS[:1])
-    with pytest.raises(RuntimeError, match="1 of 2 layers have stored a prompt's kept tokens"):
+    with pytest.raises(RuntimeError, match="not every layer has stored its part of a prompt's kept tokens"):
         worker.jobs.end()

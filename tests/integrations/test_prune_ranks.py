@@ -8,6 +8,7 @@ from tests.engine import run_python
 
 RANKS = """
     import json, multiprocessing, sys, tempfile
+    from dataclasses import replace
     from types import SimpleNamespace
 
     import torch
@@ -25,8 +26,18 @@ RANKS = """
         group = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
         prune_ranks.get_tp_group = lambda: group
         moved = []
-        select = lambda *_: torch.zeros(1, PLAN.kept, dtype=torch.int32)
-        jobs = Jobs(4, 1, select, lambda kept, plan: moved.append(plan), prune_ranks.agreement())
+
+        def select(layer, queries, *_):
+            if number and queries.any():
+                raise RuntimeError("no memory left")
+            return torch.zeros(1, PLAN.kept, dtype=torch.int32)
+
+        def move(kept, plan):
+            if number and plan.epoch:
+                raise ValueError("cannot")
+            moved.append(plan)
+
+        jobs = Jobs(4, 1, select, move, prune_ranks.agreement())
         words = []
         # Three prompts in one step, of which the second is not scored on rank 1; a step without any, which asks
         # nobody; and one that no rank has scored.
@@ -36,7 +47,18 @@ RANKS = """
                 if name not in fails:
                     job.observe("layer", torch.zeros(1, 1, 1), torch.zeros(1), torch.zeros(1), 1.0)
             words.append(sorted(jobs.end()))
-        said.put((number, words, len(moved), sorted(jobs.take_released())))
+        # One that rank 1 cannot score.
+        jobs.begin({"g": Step(PLAN, final=True)})
+        jobs.of_step()["g"].observe("layer", torch.ones(1, 1, 1), torch.zeros(1), torch.zeros(1), 1.0)
+        words.append(sorted(jobs.end()))
+        said.put((number, words, len(moved), sorted(jobs.take_released()), jobs.take_failures()))
+        # And one that rank 1 has scored and cannot move.
+        jobs.begin({"f": Step(replace(PLAN, epoch=1), final=True)})
+        jobs.of_step()["f"].observe("layer", torch.zeros(1, 1, 1), torch.zeros(1), torch.zeros(1), 1.0)
+        try:
+            jobs.end()
+        except RuntimeError as error:
+            said.put((number + 2, str(error), len(moved), sorted(jobs.take_released())))
         dist.destroy_process_group()
 
     context = multiprocessing.get_context("fork")
@@ -45,14 +67,16 @@ RANKS = """
         ranks = [context.Process(target=rank, args=(number, folder, said)) for number in range(2)]
         for each in ranks:
             each.start()
-        found = [said.get(timeout=60) for _ in ranks]
+        found = [said.get(timeout=60) for _ in range(4)]
         for each in ranks:
             each.join()
     print("SAID", json.dumps(sorted(found)))
 """
 
 
-def test_what_one_rank_could_not_score_no_rank_moves_and_all_say_the_same() -> None:
+def test_what_one_rank_could_not_score_no_rank_moves_and_what_one_could_not_move_ends_all() -> None:
     (line,) = [line for line in run_python(RANKS).splitlines() if line.startswith("SAID ")]
-    pruned = [[["a", "c"], [], [], ["e"]], 3, ["a", "c", "e"]]
-    assert json.loads(line.removeprefix("SAID ")) == [[0, *pruned], [1, *pruned]]
+    pruned = [[["a", "c"], [], [], ["e"], []], 3, ["a", "c", "e"], 1]
+    error = "the kept tokens of a prompt could not be moved on every rank"
+    ended = [[2, error, 4, []], [3, error, 3, []]]
+    assert json.loads(line.removeprefix("SAID ")) == [[0, *pruned], [1, *pruned], *ended]

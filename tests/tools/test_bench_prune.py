@@ -41,7 +41,7 @@ def test_the_record_has_the_parts_of_every_method_and_budget(
     assert content["name"] == "prune"
     rows = {(row["case"], row["system"], row["metric"]): row for row in content["rows"]}
     # 1200 tokens of which 600, or 544, and the rest of a block are kept.
-    cases = ["andpro 1200->608", "andpro 1200->544", "blend 1200->608", "blend 1200->544"]
+    cases = ["andpro 1200->608", "andpro 1200->544", "robust 1200->608", "robust 1200->544"]
     assert list(rows) == [
         *(
             (case, *part)

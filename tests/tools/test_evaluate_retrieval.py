@@ -11,6 +11,8 @@ import torch
 from tests.tools import quantize_sources as sources
 
 from kvcompile import cli
+from kvcompile.tools import evaluate_run
+from kvcompile.tools.evaluate_pruned import Outcome
 from kvcompile.tools.evaluate_statistics import interval, row
 from kvcompile.tools.prose import prose
 
@@ -73,6 +75,26 @@ def test_seconds_end_the_rounds_but_not_the_first(checkpoint: Path, capsys: pyte
     assert "stopped after 1 of 9 rounds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("methods", "against"), [(("tova", "andpro"), "andpro"), (("tova",), "full")])
+def test_differences_are_from_a_system_that_was_measured(
+    methods: tuple[str, ...],
+    against: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    systems = ("full", *methods)
+    found = {("last, 50 %", system): [Outcome(1.0, 0.5)] for system in systems}
+    monkeypatch.setattr(evaluate_run, "measure", lambda plan, processes: found)
+    asked = [word for method in methods for word in ("--method", method)]
+    target = tmp_path / "quality.json"
+    assert cli.main(["evaluate", "retrieval", str(tmp_path), *asked, "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    compared = {row["system"] for row in rows if row["metric"] == "difference"}
+    assert compared == set(systems) - {against}
+    assert f"paired difference from {against}" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -85,6 +107,7 @@ def test_seconds_end_the_rounds_but_not_the_first(checkpoint: Path, capsys: pyte
         (["--device", "nowhere"], "--device nowhere: "),
         (["--text", "/nowhere"], "--text /nowhere cannot be read as UTF-8 text"),
         (["--length", "1024"], "--length 1024: "),
+        (["--length", "36"], "--length 36: nothing can be pruned; allowed is 37 or more"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder does not exist"),
     ],
 )
