@@ -98,6 +98,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     for name in ("samples", "processes"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}; allowed is 1 or more")
+    if args.seconds is not None and not args.seconds >= 0:
+        raise UsageError(f"--seconds {args.seconds}; allowed is 0 or more")
     if args.first_seed < 0:
         raise UsageError(f"--first-seed {args.first_seed}; allowed is 0 or more")
     methods = dict(_method(text) for text in args.method or METHODS)

@@ -45,6 +45,8 @@ def measure(plan: Plan, processes: int = 1) -> Values:
 
     Raises UsageError for a prompt that the model has no positions for, or that has no room for what is to be hidden.
     """
+    if not (plan.model / "config.json").is_file():
+        raise UsageError(f"{plan.model}: no folder with a config.json; give the folder of a checkpoint")
     if processes == 1:
         return _measure(plan)
     parts = [replace(plan, seeds=plan.seeds[index::processes]) for index in range(min(processes, len(plan.seeds)))]
@@ -79,6 +81,9 @@ def _measure(plan: Plan) -> Values:
 
 def _round(plan: Plan, generator: Generator, seed: int, max_tokens: int) -> Iterator[Sample]:
     for length in plan.lengths:
+        if length > max_tokens:
+            positions = f"{max_tokens}, question and answer included"
+            raise UsageError(f"--length {length}: the model has positions for {positions}")
         for task in plan.tasks:
             for position in plan.positions:
                 sample = generator.sample(task, position, length, seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import shlex
 import statistics
@@ -73,9 +74,15 @@ def command() -> str:
 
 
 def check_target(option: str, path: Path | None) -> None:
-    """Raise UsageError if what an option names cannot be written since its folder does not exist."""
-    if path and not path.parent.is_dir():
+    """Raise UsageError if what an option names cannot be written: before work starts, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: a folder; give the name of a file")
+    if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder does not exist; create it or name another")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: the folder cannot be written to; name another")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

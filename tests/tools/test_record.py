@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
+from kvcompile.config import UsageError
 from kvcompile.tools import record
+
+
+def test_what_cannot_be_written_is_said_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.check_target("--json", None)
+    record.check_target("--json", tmp_path / "new.json")
+    wrong = [(tmp_path, "a folder; give the name of a file")]
+    wrong += [(tmp_path / "none" / "x.json", "the folder does not exist; create it or name another")]
+    for path, reason in wrong:
+        with pytest.raises(UsageError, match=re.escape(f"--json {path}: {reason}")):
+            record.check_target("--json", path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UsageError, match="the folder cannot be written to; name another"):
+        record.check_target("--json", tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 110), ("60", 110), ("200", 200)])
