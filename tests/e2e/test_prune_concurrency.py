@@ -108,6 +108,7 @@ def compare(name: str, case: Case, model: Path) -> None:
     assert any(answer.tokens == found for answer, found in zip(answers, pruned[1]["tokens"], strict=False))
 
 
+@pytest.mark.long
 def test_in_the_same_pool_twice_as_many_requests_run_together(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -100,6 +100,7 @@ def test_inline_prompts_two_phase_ones_and_whole_ones_share_a_batch(model: Path,
     assert reset["inline_prompts"] > 0 and run["left_blocks"] == reset["left_blocks"] == 0
 
 
+@pytest.mark.long
 def test_a_prompt_that_nothing_can_score_in_two_phases_stays_whole(model: Path) -> None:
     llama = Llama(model)
     options = {"prune": {**PRUNE, "inline": "never"}}
