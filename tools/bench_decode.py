@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvcompile.config import UsageError
 from kvcompile.tools import record
+from kvcompile.tools.checkpoint_config import config_file
 from kvcompile.tools.server import ServerError, VllmServer
 from kvcompile.tools.smollm2 import checkpoint
 
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is 1 or more")
     record.check_target("--json", args.json)
-    if args.model and not Path(args.model, "config.json").is_file():
-        raise UsageError(f"--model {args.model}: no folder with a config.json; give that of a Hugging Face checkpoint")
+    if args.model:
+        config_file(args.model, "--model ")
     model = args.model or str(checkpoint())
     _refuse_too_long(args, model)
     case = f"decode {args.batch}x{args.prompt_tokens}"

@@ -1,4 +1,4 @@
-"""config.json of the checkpoint that is read by a command that makes another: judged before any work."""
+"""config.json of the checkpoint that a command reads: judged before any work."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def read_config(path: Path, checkpoint: str) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"SRC {path}: the folder has no config.json; give that of {checkpoint}")
     return read_json(file)
+
+
+def config_file(folder: str | Path, option: str = "") -> Path:
+    """config.json of the checkpoint in `folder`, which `option`, such as "--model ", named. Raises UsageError."""
+    file = Path(folder, "config.json")
+    if not file.is_file():
+        raise UsageError(f"{option}{folder}: no folder with a config.json; give that of a Hugging Face checkpoint")
+    return file
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -25,16 +25,14 @@ def run(args: argparse.Namespace) -> int:
         record.check_target(f"--{name}", getattr(args, name))
     import torch
 
-    from kvcompile.tools.checkpoint_config import read_json
+    from kvcompile.tools.checkpoint_config import config_file, read_json
     from kvcompile.tools.evaluate_statistics import row
     from kvcompile.tools.quantize_perplexity import WINDOW, losses, tokens_of
     from kvcompile.tools.quantize_source import TensorFiles
 
     if args.limit is not None and args.limit < WINDOW:
         raise UsageError(f"--limit {args.limit}; allowed is {WINDOW} or more, a window")
-    file = args.model / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{args.model}: no folder with a config.json; give the folder of a checkpoint")
+    file = config_file(args.model)
     vocabulary = read_json(file).get("vocab_size")
     if not isinstance(vocabulary, int):
         raise UsageError(f"{file}: vocab_size is {vocabulary!r}; allowed is a whole number; correct it")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvcompile.config import UsageError
 from kvcompile.ops.prune import Method
+from kvcompile.tools.checkpoint_config import config_file
 from kvcompile.tools.evaluate_pruned import Budget, Outcome, outcomes
 from kvcompile.tools.evaluate_samples import Generator, Sample
 
@@ -45,8 +46,7 @@ def measure(plan: Plan, processes: int = 1) -> Values:
 
     Raises UsageError for a prompt that the model has no positions for, or that has no room for what is to be hidden.
     """
-    if not (plan.model / "config.json").is_file():
-        raise UsageError(f"{plan.model}: no folder with a config.json; give the folder of a checkpoint")
+    config_file(plan.model)
     if processes == 1:
         return _measure(plan)
     parts = [replace(plan, seeds=plan.seeds[index::processes]) for index in range(min(processes, len(plan.seeds)))]

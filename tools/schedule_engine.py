@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from kvcompile.config import UsageError
 from kvcompile.schedule.trace import H200_LLAMA_8B, Arrival
 from kvcompile.tools import engine_process, record
+from kvcompile.tools.checkpoint_config import config_file
 
 # Blocks for a third of what the requests grow to, so that vLLM's own scheduler preempts.
 BLOCKS = 70
@@ -32,8 +32,7 @@ def check(model: str) -> tuple[list[dict[str, Any]], bool]:
 
     model: folder of a checkpoint; without weights there, they are made up.
     """
-    if not Path(model, "config.json").is_file():
-        raise UsageError(f"--engine {model}: no folder with a config.json; give that of a Hugging Face checkpoint")
+    config_file(model, "--engine ")
     table = Table(title="24 requests, 70 blocks, synchronous: simulated and real engine", title_justify="left")
     for heading in ("system", "preempted", "steps", "tokens like stock's"):
         table.add_column(heading)

@@ -140,8 +140,7 @@ def check_compact(
             fail(op, "first", first, f"less than length, {length}")
         _check_row(op, block_table_row, length, kv_cache)
         name = f"keeps[{layer}]"
-        if keep.dim() != 2 or keep.dtype != torch.int32:
-            fail(op, name, _tensor(keep), "torch.int32 [KV heads, kept tokens]")
+        _check_keep_kind(op, name, keep)
         if keep.device != kv_cache.device:
             fail(op, name, keep.device, f"the device of the caches: {kv_cache.device}")
         if tuple(keep.shape) != (kv_heads, length - first):
@@ -167,8 +166,7 @@ def check_copy(
     if (kv_heads, width) != tuple(kv_cache.shape[3:]):
         given = f"{kv_cache.shape[3]} heads of {kv_cache.shape[4] - SCALE_BYTES}"
         fail(op, "kv_cache", given, f"those of source_cache: {kv_heads} of {width - SCALE_BYTES}")
-    if keep.dim() != 2 or keep.dtype != torch.int32:
-        fail(op, "keep", _tensor(keep), "torch.int32 [KV heads, kept tokens]")
+    _check_keep_kind(op, "keep", keep)
     if keep.shape[0] != kv_heads or keep.shape[1] < 1:
         fail(op, "keep", f"shape {tuple(keep.shape)}", f"({kv_heads}, 1 or more): KV heads, kept tokens")
     if first < 0:
@@ -241,3 +239,8 @@ def _check_row(
 
 def _tensor(x: torch.Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)} on {x.device}"
+
+
+def _check_keep_kind(op: str, name: str, keep: torch.Tensor) -> None:
+    if keep.dim() != 2 or keep.dtype != torch.int32:
+        fail(op, name, _tensor(keep), "torch.int32 [KV heads, kept tokens]")
