@@ -16,29 +16,38 @@ from kvcompile.integrations.vllm.attention_shared import attach
 from kvcompile.integrations.vllm.prune_jobs import Jobs
 
 
-class PruningModelState:
-    """Stands before the class of a model's state in the method resolution order."""
+def pruning_state(kind: type, jobs: Jobs) -> type:
+    """A class of a model's state, made to tell attention which rows are observed.
 
-    jobs: Jobs
+    Derived from `kind` alone: CPython gives an object another class only if both have the same first base's layout,
+    and with a class of ours in front of one whose root is an ABC they have not.
+    """
 
-    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metadata = super().prepare_attn(input_batch, *args, **kwargs)
-        if jobs := self.jobs.of_step():
-            places = {request_id: row for row, request_id in enumerate(input_batch.req_ids)}
-            rows = {places[request_id]: job for request_id, job in jobs.items()}
-            attach(metadata.values(), rows)
-        return metadata
+    class PruningModelState(kind):
+        def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            metadata = super().prepare_attn(input_batch, *args, **kwargs)
+            if of_step := jobs.of_step():
+                places = {request_id: row for row, request_id in enumerate(input_batch.req_ids)}
+                rows = {places[request_id]: job for request_id, job in of_step.items()}
+                attach(metadata.values(), rows)
+            return metadata
+
+    return PruningModelState
 
 
-class PruningGraphs:
-    """Stands before the class of a runner's manager of CUDA graphs in the method resolution order."""
+def pruning_graphs(kind: type, jobs: Jobs) -> type:
+    """A class of a runner's manager of CUDA graphs, made to use none of the whole model where a prompt is observed."""
 
-    jobs: Jobs
+    class PruningGraphs(kind):
+        def dispatch(
+            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None
+        ) -> BatchExecutionDescriptor:
+            # Of the whole model there are graphs for rows of one token alone, as our attention's builder says it
+            # must be.
+            uniform = None if jobs.of_step() else uniform_token_count
+            return super().dispatch(num_reqs, num_tokens, uniform)
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> BatchExecutionDescriptor:
-        # Of the whole model there are graphs for rows of one token alone, as our attention's builder says it must be.
-        uniform = None if self.jobs.of_step() else uniform_token_count
-        return super().dispatch(num_reqs, num_tokens, uniform)
+    return PruningGraphs
 
 
 class PruningRunnerV2(prune_runner.PruningSteps):
@@ -46,11 +55,11 @@ class PruningRunnerV2(prune_runner.PruningSteps):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        _share_jobs(self.model_state, PruningModelState, self._jobs)
+        self.model_state.__class__ = pruning_state(type(self.model_state), self._jobs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        _share_jobs(self.cudagraph_manager, PruningGraphs, self._jobs)
+        self.cudagraph_manager.__class__ = pruning_graphs(type(self.cudagraph_manager), self._jobs)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
@@ -59,12 +68,6 @@ class PruningRunnerV2(prune_runner.PruningSteps):
         table = self.block_tables.block_tables[0].gpu
         for request_id, released in self._jobs.take_released().items():
             table[self.req_states.req_id_to_index[request_id], :released].fill_(prune_runner.NULL_BLOCK)
-
-
-def _share_jobs(part: Any, pruning: type, jobs: Jobs) -> None:
-    kind = type(part)
-    part.__class__ = type(f"Pruning{kind.__name__}", (pruning, kind), {})
-    part.jobs = jobs
 
 
 def install(runner: Any) -> None:

@@ -306,16 +306,33 @@ def test_a_runner_of_the_other_version_is_refused() -> None:
         prune_runner_v2.install(RunnerV1(CUDAGraphMode.FULL_AND_PIECEWISE))
 
 
-def test_vllms_runners_have_the_methods_that_are_overridden() -> None:
-    from vllm.v1.worker.gpu import model_runner
+def test_vllms_own_objects_become_those_that_prune_and_have_the_methods_that_are_overridden() -> None:
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+    def methods(pruning_class: type) -> list[str]:
+        return [name for name, value in vars(pruning_class).items() if callable(value)]
+
+    jobs = Jobs(4, len(LAYERS), lambda *_: None, lambda *_: None)
     for pruning_class, kind in (
-        (prune_runner.PruningRunner, GPUModelRunner),
-        (prune_runner_v2.PruningRunnerV2, model_runner.GPUModelRunner),
-        (prune_runner_v2.PruningModelState, DefaultModelState),
-        (prune_runner_v2.PruningGraphs, CudaGraphManager),
-        (prune_runner.PruningSteps, model_runner.GPUModelRunner),
+        (prune_runner_v2.pruning_state(DefaultModelState, jobs), DefaultModelState),
+        (prune_runner_v2.pruning_graphs(CudaGraphManager, jobs), CudaGraphManager),
+        (
+            prune_runner_v2.pruning_graphs(cudagraph_utils.ModelCudaGraphManager, jobs),
+            cudagraph_utils.ModelCudaGraphManager,
+        ),
     ):
-        methods = [name for name, value in vars(pruning_class).items() if callable(value)]
-        assert methods and all(hasattr(kind, name) for name in methods)
+        assert methods(pruning_class) and all(hasattr(kind, name) for name in methods(pruning_class))
+        part = object.__new__(kind)
+        part.__class__ = pruning_class
+        assert isinstance(part, kind)
+    for version, pruning_class, kind in (
+        (prune_runner, prune_runner.PruningRunner, GPUModelRunner),
+        (prune_runner_v2, prune_runner_v2.PruningRunnerV2, model_runner.GPUModelRunner),
+    ):
+        overridden = methods(pruning_class) + methods(prune_runner.PruningSteps)
+        assert overridden and all(hasattr(kind, name) for name in overridden)
+        runner = object.__new__(kind)
+        vars(runner).update(vars(Runner(CUDAGraphMode.FULL_AND_PIECEWISE)))
+        version.install(runner)
+        assert isinstance(runner, pruning_class) and isinstance(runner, kind)
