@@ -1,14 +1,16 @@
 """`kvcompile bench prune`: what pruning a prompt costs one layer: scores, selection, and the move of the kept tokens.
 
-Times are of one layer of a model of `--layers`: its layers are scored and selected one after the other, each from a
-cache of its own, and moved together at the end, as a prompt is. `kvcompile` is all of it, `kvcompile/score` and so on a
-part.
+Times are of one layer of a model of `--layers`: its layers are scored one after the other, each from a cache of its
+own, and selected and moved together at the end, as a prompt is. `kvcompile` is all of it, `kvcompile/score` and so on a
+part. With `--prefill`, a stock vLLM engine computes prompts of the same lengths first, and the pruning of all layers is
+said as a share of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,8 @@ from rich.table import Table
 
 from kvcompile.config import UsageError
 from kvcompile.ops.kv8 import HEAD_SIZES, kv8_store, kv_cache_shape
-from kvcompile.ops.prune import METHODS, Method, parse_method, prune_compact, prune_score, select
-from kvcompile.tools import bench_cuda, record
+from kvcompile.ops.prune import METHODS, Method, parse_method, prune_compact, prune_score, select, select_layers
+from kvcompile.tools import bench_cuda, bench_prefill, record
 from kvcompile.tools.bench_w4a8_systems import WrongResult
 
 SUMMARY = "time of pruning a prompt in the int8 cache: scores, selection and compaction, for one layer"
@@ -48,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods", nargs="+", choices=list(METHODS), default=["andpro", "robust"], help="default andpro robust"
     )
     parser.add_argument("--runs", type=int, default=7, help="timed runs per part (default 7)")
+    parser.add_argument(
+        "--prefill", metavar="MODEL", help="also say the share of a prefill by stock vLLM: a folder or a shape's name"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record there")
 
 
@@ -67,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tokens has {min(args.tokens)}; allowed is {least} or more: {BUDGET} of them are kept")
     record.check_target("--json", args.json)
     device = bench_cuda.device()
+    shape = bench_prefill.Shape(args.layers, args.heads, args.kv_heads, args.head_size)
+    prefill = bench_prefill.first_token_us(args.prefill, shape, args.tokens, args.runs) if args.prefill else {}
     try:
-        rows = measure(args, device)
+        rows = measure(args, device, prefill)
     except WrongResult as error:
         print(f"kvcompile bench: {error}", file=sys.stderr)
         return 1
@@ -79,19 +86,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The record's rows. Raises WrongResult."""
-    rows = []
+def measure(args: argparse.Namespace, device: torch.device, prefill: dict[int, list[float]]) -> list[dict[str, Any]]:
+    """The record's rows. prefill: us to the first token, by length. Raises WrongResult."""
+    rows = [record.row(f"prefill {tokens}", "vllm", "ttft", "us", times) for tokens, times in prefill.items()]
     methods = [parse_method(name) for name in args.methods]
     for tokens in sorted(set(args.tokens)):
         for method in methods:
             for budget in sorted({tokens // 2, BUDGET}, reverse=True):
-                rows += _measure(method, tokens, budget, args, device)
+                rows += _measure(method, tokens, budget, args, device, prefill.get(tokens))
     return rows
 
 
 def _measure(
-    method: Method, tokens: int, budget: int, args: argparse.Namespace, device: torch.device
+    method: Method,
+    tokens: int,
+    budget: int,
+    args: argparse.Namespace,
+    device: torch.device,
+    prefill: list[float] | None,
 ) -> list[dict[str, Any]]:
     first = (tokens - budget) // BLOCK_SIZE * BLOCK_SIZE
     kept = tokens - first
@@ -108,27 +120,32 @@ def _measure(
         prune_compact([layer.cache for layer in layers], row, [layer.keep for layer in layers], tokens, first)
 
     def all_of_it() -> None:
-        for layer in layers:
-            layer.keep.copy_(select(score(layer), method, kept))
-        compact()
+        keeps = select_layers([score(layer) for layer in layers], method, kept)
+        prune_compact([layer.cache for layer in layers], row, keeps, tokens, first)
 
     _check(method, layers[0], row, scale)
-    scores = score(layers[0])
-    for layer in layers:
-        layer.keep.copy_(select(score(layer), method, kept))
+    scores = [score(layer) for layer in layers]
+    for layer, keep in zip(layers, select_layers(scores, method, kept), strict=True):
+        layer.keep.copy_(keep)
     count = args.layers
+
+    def together(call: Callable[[], object]) -> list[float]:
+        return [t / count for t in bench_cuda.Pass(lambda _: call(), 1).time(args.runs)]
+
     times = {
         "kvcompile/score": bench_cuda.Pass(lambda i: score(layers[i]), count).time(args.runs),
-        "kvcompile/select": bench_cuda.Pass(lambda _: select(scores, method, kept), count).time(args.runs),
-        "kvcompile/compact": [t / count for t in bench_cuda.Pass(lambda _: compact(), 1).time(args.runs)],
-        "kvcompile": [t / count for t in bench_cuda.Pass(lambda _: all_of_it(), 1).time(args.runs)],
+        "kvcompile/select": together(lambda: select_layers(scores, method, kept)),
+        "kvcompile/compact": together(compact),
+        "kvcompile": together(all_of_it),
     }
     case = f"{method.NAME} {tokens}->{kept}"
     moved = 2 * 2 * kept * args.kv_heads * layers[0].cache.shape[-1]  # read and written, keys and values
     rates = [moved / t / 1e3 for t in times["kvcompile/compact"]]
+    shares = bench_prefill.shares(times["kvcompile"], count, prefill) if prefill else []
     return [
         *(record.row(case, part, "time", "us", times[part]) for part in PARTS),
         record.row(case, "kvcompile/compact", "bandwidth", "GB/s", rates),
+        *([record.row(case, "kvcompile", "share of prefill", "%", shares)] if shares else []),
     ]
 
 
@@ -174,6 +191,12 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_row(case, *(f"{r['median']:.1f} ({r['min']:.1f} to {r['max']:.1f})" for r in parts))
     console = record.console()
     console.print(table)
+    for row in rows:
+        spread = f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
+        if row["metric"] == "share of prefill":
+            console.print(f"{row['case']}: {spread} % of the prefill, all layers.", markup=False)
+        elif row["metric"] == "ttft":
+            console.print(f"{row['case']}, stock vLLM: {spread} us to the first token.", markup=False)
     copy = rows[-1]
     said = f"Copy of 1 GiB: {copy['median']:.0f} GB/s ({copy['min']:.0f} to {copy['max']:.0f})."
     console.print(said, markup=False)

@@ -1,7 +1,8 @@
 """The worker's half of pruning: what layers note of a prompt while they compute it, and the move at its end.
 
-Every layer scores during the forward pass. Only when all have, kept tokens are moved, as a rewrite in place cannot be
-undone half-way; then the worker's own table row gets its null blocks, and the request is acknowledged.
+Every layer scores during the forward pass. Tokens are chosen for layers together, which takes a GPU little longer than
+for one. Only when all layers have chosen, kept tokens are moved, as a rewrite in place cannot be undone half-way; then
+the worker's own table row gets its null blocks, and the request is acknowledged.
 
 A prompt that is stored inline is in no cache: each layer scores it from a cache made for the length of the call, and
 stores what is kept where it belongs. There is no way back, so where scores fail that layer keeps the last tokens.
@@ -9,7 +10,8 @@ stores what is kept where it belongs. There is no way back, so where scores fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +23,16 @@ from kvcompile.prune.plan import Plan
 
 logger = init_logger("vllm.kvcompile")
 
-# (layer, queries [W, H, d], cache, table row int32 [columns], tokens, kept, scale) -> int32 [G, kept], ascending
-Select = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor]
+# (layer, queries [W, H, d], cache, table row int32 [columns], tokens, scale) -> scores of the layer
+Score = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+# (scores of some layers, kept) -> int32 [G, kept] of each, ascending
+Choose = Callable[[list[torch.Tensor], int], list[torch.Tensor]]
 # (cache, table row, kept tokens) of each layer, and the plan: the kept tokens to where they belong
 Move = Callable[[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], Plan], None]
 # What is so on this rank -> what is so on all of them: see `prune_ranks.py`
 Agree = Callable[[list[bool]], list[bool]]
+
+MOST_WAITING_BYTES = 64 << 20  # of scores that wait for those of other layers
 
 
 @dataclass
@@ -35,9 +41,11 @@ class Job:
 
     plan: Plan
     window: int
-    select: Select
+    score: Score
+    choose: Choose
     final: bool = False
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
+    scored: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     keeps: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
     failures: dict[type[Exception], str] = field(default_factory=dict)
@@ -50,8 +58,22 @@ class Job:
         last = (query if earlier is None else torch.cat([earlier, query]))[-self.window :]
         if not self.final:
             self.queries[layer] = last.clone()
-        elif (keep := self._scored(layer, last, kv_cache, table_row, scale)) is not None:
-            self.keeps[layer] = kv_cache, table_row, keep
+            return
+        with self._failing():
+            scores = self.score(layer, last, kv_cache, table_row, self.plan.tokens, scale)
+            self.scored[layer] = kv_cache, table_row, scores
+            if sum(waiting.nbytes for _, _, waiting in self.scored.values()) > MOST_WAITING_BYTES:
+                self.choose_scored()
+
+    def choose_scored(self) -> None:
+        """What the layers that have scored and not chosen keep."""
+        scored, self.scored = self.scored, {}
+        if not scored:
+            return
+        with self._failing():
+            keeps = self.choose([scores for _, _, scores in scored.values()], self.plan.kept)
+            for (layer, (kv_cache, table_row, _)), keep in zip(scored.items(), keeps, strict=True):
+                self.keeps[layer] = kv_cache, table_row, keep
 
     def store(
         self,
@@ -68,22 +90,23 @@ class Job:
         query [T, H, d]; prompt_cache, prompt_row: as `pages_of` makes them of its keys and values; table_row: int32
         [columns], of which the released ones are not read.
         """
-        plan = self.plan
-        keep = self._scored(layer, query[-self.window :], prompt_cache, prompt_row, scale)
+        plan, keep = self.plan, None
+        with self._failing():
+            scores = self.score(layer, query[-self.window :], prompt_cache, prompt_row, plan.tokens, scale)
+            (keep,) = self.choose([scores], plan.kept)
         if keep is None:
             last = torch.arange(plan.first, plan.tokens, dtype=torch.int32, device=kv_cache.device)
             keep = last.repeat(kv_cache.shape[3], 1)
         prune_copy(prompt_cache, prompt_row, kv_cache, table_row, keep, plan.first)
         self.stored.add(layer)
 
-    def _scored(
-        self, layer: str, window: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, scale: float
-    ) -> torch.Tensor | None:
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Of scores or a choice an error is noted and not raised."""
         try:
-            return self.select(layer, window, cache, row, self.plan.tokens, self.plan.kept, scale)
+            yield
         except (RuntimeError, ValueError) as error:  # memory on a device; what an operator refuses
             self.failures[type(error)] = str(error)
-            return None
 
 
 class Jobs:
@@ -93,12 +116,13 @@ class Jobs:
         self,
         window: int,
         layers: int,
-        select: Select,
+        score: Score,
+        choose: Choose,
         move: Move,
         agree: Agree = list,
     ) -> None:
-        self._window, self._layers, self._select, self._move = window, layers, select, move
-        self._agree = agree
+        self._window, self._layers, self._score, self._choose = window, layers, score, choose
+        self._move, self._agree = move, agree
         self._jobs: dict[str, Job] = {}
         self._step: Mapping[str, Step] = {}
         self._to_release: dict[str, int] = {}
@@ -116,7 +140,7 @@ class Jobs:
         for request_id, told in step.items():
             job = self._jobs.get(request_id)
             if job is None or job.plan != told.plan:
-                job = self._jobs[request_id] = Job(told.plan, self._window, self._select)
+                job = self._jobs[request_id] = Job(told.plan, self._window, self._score, self._choose)
             job.final = told.final
 
     def of_step(self) -> dict[str, Job]:
@@ -126,6 +150,8 @@ class Jobs:
     def end(self) -> dict[str, int]:
         """The layers have run: move what is to be kept. Epochs of the requests that have been pruned, by id."""
         ended = {request_id: self._jobs.pop(request_id) for request_id, told in self._step.items() if told.final}
+        for job in ended.values():
+            job.choose_scored()
         complete = [len(job.stored if job.plan.inline else job.keeps) == self._layers for job in ended.values()]
         clean = [not job.failures for job in ended.values()]
         everywhere = self._agree(complete + clean) if ended else []

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvcompile.config import PruneConfig
 from kvcompile.integrations.vllm import prune_ranks
 from kvcompile.integrations.vllm.attention_shared import attach
-from kvcompile.integrations.vllm.prune_jobs import Jobs, Select
+from kvcompile.integrations.vllm.prune_jobs import Choose, Jobs, Score
 from kvcompile.integrations.vllm.prune_rehearsal import rehearse
 from kvcompile.integrations.vllm.prune_scheduler import ACKNOWLEDGED, FAILURES, PLANS
 from kvcompile.integrations.vllm.prune_weights import output_weights
@@ -39,24 +39,20 @@ def _move(kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Pla
     prune.prune_compact(list(caches), rows[0], list(keeps), plan.tokens, plan.first)
 
 
-def _selector(config: PruneConfig, weights: Mapping[str, torch.Tensor]) -> Select:
+def _method(config: PruneConfig, weights: Mapping[str, torch.Tensor]) -> tuple[Score, Choose]:
     """weights: of the output projections, by layer, for a method that needs them; filled when the model is loaded."""
     method = prune.parse_method(config.method, window=config.window_tokens, sink=config.sink_tokens)
 
-    def select(
-        layer: str,
-        queries: torch.Tensor,
-        kv_cache: torch.Tensor,
-        table_row: torch.Tensor,
-        tokens: int,
-        kept: int,
-        scale: float,
+    def score(
+        layer: str, queries: torch.Tensor, kv_cache: torch.Tensor, table_row: torch.Tensor, tokens: int, scale: float
     ) -> torch.Tensor:
         weight = weights.get(layer)
-        scores = prune.prune_score(queries, kv_cache, table_row, tokens, scale, method, output_weight=weight)
-        return prune.select(scores, method, kept)
+        return prune.prune_score(queries, kv_cache, table_row, tokens, scale, method, output_weight=weight)
 
-    return select
+    def choose(scores: list[torch.Tensor], kept: int) -> list[torch.Tensor]:
+        return prune.select_layers(scores, method, kept)
+
+    return score, choose
 
 
 class PruningSteps:
@@ -65,7 +61,8 @@ class PruningSteps:
     _jobs: Jobs
     _acknowledged: dict[str, int]
     _weights: dict[str, torch.Tensor]
-    _select: Select
+    _score: Score
+    _choose: Choose
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -76,7 +73,7 @@ class PruningSteps:
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)
-        rehearse(self, self._select, _move)
+        rehearse(self, self._score, self._choose, _move)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         # Before anything of this step: an id may end and come again in it, and a preemption outside of `schedule()` (a
@@ -145,6 +142,6 @@ def become(runner: Any, pruning: type, version: str, needed: Sequence[str]) -> N
     runner.__class__ = type(f"Pruning{kind.__name__}", (pruning, kind), {})
     layers = runner.model_config.get_num_layers(runner.parallel_config)
     runner._weights = {}
-    runner._select = _selector(config, runner._weights)
-    runner._jobs = Jobs(config.window_tokens, layers, runner._select, _move, prune_ranks.agreement())
+    runner._score, runner._choose = _method(config, runner._weights)
+    runner._jobs = Jobs(config.window_tokens, layers, runner._score, runner._choose, _move, prune_ranks.agreement())
     runner._acknowledged = {}

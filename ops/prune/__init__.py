@@ -4,7 +4,7 @@ from kvcompile.ops.prune.methods import METHODS, Method, Stage, parse_method
 from kvcompile.ops.prune.op import prune_score
 from kvcompile.ops.prune.op_move import prune_compact, prune_copy
 from kvcompile.ops.prune.pages import pages_of
-from kvcompile.ops.prune.selection import select
+from kvcompile.ops.prune.selection import select, select_layers
 
 __all__ = [
     "METHODS",
@@ -16,4 +16,5 @@ __all__ = [
     "prune_copy",
     "prune_score",
     "select",
+    "select_layers",
 ]

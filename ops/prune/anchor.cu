@@ -1,120 +1,159 @@
-// AnDPro's anchor, in parts: pooled weights times values over a split of the evictable positions [low, high).
+// AnDPro's anchor, in parts, and the softmax's statistics of every observation row: of splits of the positions.
 //
-//   partial[split, g, chunk, row, :] = sum_t pool(2^(l[t] - peak))[t] v8[t] sv[t] / V * 2^UP,    V = max_t sv[t]
+//   stats[split, g, chunk, row]      = (m, sum_t 2^(l[t] - m)),    l[t] = log2(e) scale q . k[t] for t that the row sees
+//   units[split, g]                  = U, the power of two above the largest scale sv of an evictable value, t in [low, high)
+//   partial[split, g, chunk, row, :] = sum_t pool(2^(l[t] - m))[t] v8[t] sv[t] / U * 2^UP      over evictable t
 //
-// Dividing by V keeps what is rounded to fp16 in its range, whatever the scales sv are. prune_anchor_sum puts the parts
-// together. A tile overlaps its neighbours by REACH tokens on either side, whose values are not read.
+// m is at least the split's largest l. It grows from tile to tile, and what is summed so far is brought down, as in flash
+// attention. Dividing by U keeps what is rounded to fp16 in its range, whatever the scales sv are. prune_anchor_sum puts
+// the parts together. A tile overlaps its neighbours by REACH tokens on either side, which are theirs to sum.
 //
-// Defines: those of pool.cuh. Grid: x splits, y KV heads, z chunks. Shared memory: rows, tiles of keys and of values with
-// 4 words behind, their weights, and the pooled ones.
+// Defines: those of tile.cuh. Grid: x splits, y KV heads, z chunks. Shared memory: rows, a tile.
 
-#include "pool.cuh"
+#include "tile.cuh"
 
-// A warp has 32 channels, in words of 4, and ROWS / ROW_GROUPS rows of the product.
-constexpr int CHANNEL_GROUPS = (D + 31) / 32, ROW_GROUPS = WARPS / CHANNEL_GROUPS;
-constexpr int WARP_ROWS = ROWS / ROW_GROUPS;
-constexpr int POOLED_PITCH = TOKENS / 2 + 4;
-constexpr int VALUE_TAIL = 4;  // words behind the last vector that a head size of 80 reads, and multiplies into nothing
+constexpr int CHANNELS = D / 8;  // eights of them
+
+// fp16 ones for a lane's pair of tokens, and zeros for those that are no more than neighbours to this tile.
+__device__ __forceinline__ unsigned ones_within(int pair) {
+    unsigned ones = 0u;
+    #pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        const int token = 2 * pair + c, quarter = thread_now() & 3;
+        const bool beyond = (token < REACH && quarter == 0) || (token >= 2 * PAIRS - REACH && quarter == 3);
+        ones |= beyond ? 0u : 0x3c00u << (16 * c);
+    }
+    return ones;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, D > 128 || REACH > 8 ? 1 : 2)
-    prune_anchor(REQUEST_PARAMETERS, int low, int high, const float2* __restrict__ stats,
-                 const float* __restrict__ value_peaks, int stats_splits, float* __restrict__ partial) {
+    prune_anchor(REQUEST_PARAMETERS, int low, int high, float2* __restrict__ stats, float* __restrict__ units,
+                 float* __restrict__ partial) {
     extern __shared__ __align__(16) unsigned shared[];
     __shared__ Rows rows;
-    __shared__ float key_scales[TOKENS], value_scales[TOKENS], peaks[ROWS];
+    __shared__ __align__(16) float raw_scales[2 * TOKENS], key_scales[TOKENS], value_shares[TOKENS], warp_peaks[WARPS], over_unit;
     unsigned* const vectors = shared;
-    unsigned* const keys = vectors + ROWS * ROW_PITCH;
-    unsigned* const values = keys + TOKENS * PITCH;
-    unsigned* const weights = values + TOKENS * PITCH + VALUE_TAIL;
-    unsigned* const pooled = weights + TOKENS * WEIGHT_PITCH;
+    const Tile tile(vectors + ROWS * HALF_PITCH, raw_scales);
     numeric::wait_for_previous();
     numeric::launch_dependents();
     const Request r = REQUEST;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    load_rows(vectors, rows, r);
-    const long long chunk = static_cast<long long>(blockIdx.y) * gridDim.z + blockIdx.z;
-    const long long all_rows = static_cast<long long>(gridDim.y) * gridDim.z * ROWS;
-    for (int row = warp; row < ROWS; row += WARPS) {
-        const float2 found = combined(stats + chunk * ROWS + row, stats_splits, all_rows);
-        if (lane == 0) peaks[row] = found.x;
-    }
+    const int tiles = (length + INNER - 1) / INNER;
+    const int first = split_begin(blockIdx.x, tiles) * INNER, end = split_begin(blockIdx.x + 1, tiles) * INNER;
+    const auto fetch = [&](int inner) { tile.fetch(r, inner - REACH, max(low, inner), min(high, inner + INNER)); };
+    fetch(first);
+    load_rows<HALF_PITCH>(vectors, rows, r);
     float value_peak = 0.0f;
-    for (int i = lane; i < stats_splits; i += 32) value_peak = fmaxf(value_peak, value_peaks[i * gridDim.y + blockIdx.y]);
+    for (int t = max(low, first) + static_cast<int>(threadIdx.x); t < min(high, end); t += THREADS)
+        value_peak = fmaxf(value_peak, *reinterpret_cast<const float*>(r.vector(t, VALUES) + D));
     #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2) value_peak = fmaxf(value_peak, __shfl_xor_sync(~0u, value_peak, apart));
-    if (value_peak == 0.0f) value_peak = 1.0f;  // nothing but zeros, under scales that kv8_store does not write
-
-    float sum[2][WARP_ROWS / 8][4];
-    #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    if (lane == 0) warp_peaks[warp] = value_peak;
+    __syncthreads();
+    if (threadIdx.x == 0) {
         #pragma unroll
-        for (int n = 0; n < WARP_ROWS / 8; ++n)
-            #pragma unroll
-            for (int c = 0; c < 4; ++c) sum[m][n][c] = 0.0f;
-    const int channels = warp % CHANNEL_GROUPS, row_group = warp / CHANNEL_GROUPS;
-    const int of = lane >> 2, quarter = lane & 3;
-    const int tiles = (high - low + INNER - 1) / INNER;
-    const int end = split_begin(blockIdx.x + 1, tiles);
-    for (int tile = split_begin(blockIdx.x, tiles); tile < end; ++tile) {
-        const int inner = low + tile * INNER, begin = inner - REACH;
-        __syncthreads();
-        load_tile(keys, key_scales, r, KEYS, begin, 0, length);
-        load_tile(values, value_scales, r, VALUES, begin, inner, min(inner + INNER, high));
+        for (int i = 0; i < WARPS; ++i) value_peak = fmaxf(value_peak, warp_peaks[i]);
+        over_unit = 0.5f * inverse_power_below(value_peak);
+        if (blockIdx.z == 0) units[blockIdx.x * gridDim.y + blockIdx.y] = inverse_of_power(over_unit);
+    }
+
+    float anchor[CHANNELS][4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, most[2] = {LOWEST, LOWEST};
+    #pragma unroll
+    for (int n = 0; n < CHANNELS; ++n)
+        #pragma unroll
+        for (int c = 0; c < 4; ++c) anchor[n][c] = 0.0f;
+    for (int inner = first; inner < end; inner += INNER) {
         copies_arrive();
         __syncthreads();
-        {
-            float out[2][NT][4];
-            multiply(out, keys, vectors);
-            write_weights(weights, out, key_scales, rows, peaks, begin);
+        Tile::widen_all(tile.keys, tile.raw_keys);
+        if (!ONE_PLACE) Tile::widen_all(tile.values, tile.raw_values);
+        if (threadIdx.x < TOKENS) {
+            key_scales[threadIdx.x] = raw_scales[threadIdx.x];
+            value_shares[threadIdx.x] = raw_scales[TOKENS + threadIdx.x] * over_unit;
         }
         __syncthreads();
+        if (!ONE_PLACE && inner + INNER < end) fetch(inner + INNER);
+        const int quarter = thread_now() & 3;
+        unsigned weights[2][PAIRS];
         {
-            unsigned x[RUN + 2 * REACH];
-            pool(x, weights);
+            float out[PAIRS][4];
+            const unsigned* const own = fragments(vectors);
+            multiply_rows<2>(out, tile.keys, [&](unsigned (&a)[4], int k) { load_matrices(a, own + 8 * k); });
+            scale_and_mask(out, key_scales, r, inner - REACH, rows);
+            const int row = thread_now() >> 5 << 4 | (thread_now() & 31) >> 2;
+            const float factor[2] = {rows.factor[row], rows.factor[row + 8]};
+            float greatest[2] = {LOWEST, LOWEST};
             #pragma unroll
-            for (int i = 0; i < RUN; i += 2) {
-                const int token = pool_token() + i;
-                const float2 first = numeric::Fp16::unpack(x[i]), second = numeric::Fp16::unpack(x[i + 1]);
-                const float a = __fdiv_rn(value_scales[token], value_peak);
-                const float b = __fdiv_rn(value_scales[token + 1], value_peak);
-                unsigned* const to = pooled + 2 * pool_pair() * POOLED_PITCH + token / 2;
-                to[0] = pack_f16(first.x * a, second.x * b);
-                to[POOLED_PITCH] = pack_f16(first.y * a, second.y * b);
+            for (int j = 0; j < PAIRS; ++j)
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) greatest[c / 2] = fmaxf(greatest[c / 2], out[j][c]);
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                greatest[c] = fmaxf(greatest[c], __shfl_xor_sync(~0u, greatest[c], 1));
+                greatest[c] = fmaxf(greatest[c], __shfl_xor_sync(~0u, greatest[c], 2));
+                greatest[c] = fmaxf(most[c], greatest[c] * factor[c]);
+            }
+            if (__any_sync(~0u, greatest[0] > most[0] || greatest[1] > most[1])) {
+                const float down[2] = {exp2_fast(most[0] - greatest[0]), exp2_fast(most[1] - greatest[1])};
+                #pragma unroll
+                for (int n = 0; n < CHANNELS; ++n)
+                    #pragma unroll
+                    for (int c = 0; c < 4; ++c) anchor[n][c] *= down[c / 2];
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) sum[c] *= down[c / 2];
+                most[0] = greatest[0], most[1] = greatest[1];
+            }
+            #pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) out[j][c] = exp2_fast(fmaf(out[j][c], factor[c / 2], UP - most[c / 2]));
+                weights[0][j] = pack_f16(out[j][0], out[j][1]), weights[1][j] = pack_f16(out[j][2], out[j][3]);
             }
         }
-        __syncthreads();
-        if (row_group < ROW_GROUPS) {
-            const unsigned* const row = pooled + (row_group * WARP_ROWS + of) * POOLED_PITCH + quarter;
-            #pragma unroll 2
-            for (int k = 0; k < TOKENS / 16; ++k) {
-                unsigned a[2][4];  // of channels 0 and 1, 2 and 3 of a word
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const unsigned* const at = values + (16 * k + 8 * half + 2 * quarter) * PITCH + 8 * channels + of;
-                    const unsigned first = at[0] ^ FLIP, second = at[PITCH] ^ FLIP;
-                    const unsigned low_bytes = __byte_perm(first, second, 0x5140);
-                    const unsigned high_bytes = __byte_perm(first, second, 0x7362);
-                    a[0][2 * half] = widen<LOW>(low_bytes), a[0][2 * half + 1] = widen<HIGH>(low_bytes);
-                    a[1][2 * half] = widen<LOW>(high_bytes), a[1][2 * half + 1] = widen<HIGH>(high_bytes);
-                }
-                #pragma unroll
-                for (int n = 0; n < WARP_ROWS / 8; ++n) {
-                    const unsigned b0 = row[8 * n * POOLED_PITCH + 8 * k], b1 = row[8 * n * POOLED_PITCH + 8 * k + 4];
-                    mma(sum[0][n], a[0], b0, b1);
-                    mma(sum[1][n], a[1], b0, b1);
-                }
+        // Weights times one, for tokens that no other tile sums: all columns of the product are the sum.
+        #pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            const unsigned a[4] = {weights[0][2 * k], weights[1][2 * k], weights[0][2 * k + 1], weights[1][2 * k + 1]};
+            mma(sum, a, ones_within(2 * k), ones_within(2 * k + 1));
+        }
+        #pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            pool(weights[c]);
+            #pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 share = *reinterpret_cast<const float2*>(value_shares + 16 * quarter + 2 * j);
+                const float2 pooled = numeric::Fp16::unpack(weights[c][j]);
+                weights[c][j] = pack_f16(pooled.x * share.x, pooled.y * share.y);
+            }
+        }
+        if (ONE_PLACE) {
+            __syncthreads();
+            Tile::widen_all(tile.values, tile.raw_values);
+            __syncthreads();
+            if (inner + INNER < end) fetch(inner + INNER);
+        }
+        const unsigned* const values = tile.values + matrix_row();
+        #pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            const unsigned a[4] = {weights[0][2 * k], weights[1][2 * k], weights[0][2 * k + 1], weights[1][2 * k + 1]};
+            #pragma unroll
+            for (int n = 0; n < CHANNELS; n += 2) {
+                unsigned b[4];
+                load_transposed(b, values + 4 * k * HALF_PITCH + 4 * n);
+                mma(anchor[n], a, b[0], b[1]);
+                mma(anchor[n + 1], a, b[2], b[3]);
             }
         }
     }
-    const int channel = 32 * channels + 4 * of;
-    if (row_group >= ROW_GROUPS || channel >= D) return;
-    float* const to = partial + (blockIdx.x * all_rows + chunk * ROWS) * D + channel;
+    const long long at = (static_cast<long long>(blockIdx.x) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z;
+    const int quarter = lane & 3;
     #pragma unroll
-    for (int n = 0; n < WARP_ROWS / 8; ++n)
+    for (int c = 0; c < 2; ++c) {
+        const long long row = at * ROWS + 16 * warp + lane / 4 + 8 * c;
+        if (quarter == 0) stats[row] = make_float2(most[c], sum[2 * c] * DOWN);
         #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int row = row_group * WARP_ROWS + 8 * n + 2 * quarter + c;
-            *reinterpret_cast<float4*>(to + row * D) =
-                make_float4(sum[0][n][c], sum[0][n][2 + c], sum[1][n][c], sum[1][n][2 + c]);
-        }
+        for (int n = 0; n < CHANNELS; ++n)
+            *reinterpret_cast<float2*>(partial + row * D + 8 * n + 2 * quarter) =
+                make_float2(anchor[n][2 * c], anchor[n][2 * c + 1]);
+    }
 }

@@ -1,14 +1,15 @@
 // Move the kept tokens of up to 16 layers to the last positions of a request, in place: op_move.prune_compact.
 //
 // keep[g, j] goes to position first + j, from the last down. keep ascends, so keep[g, j] <= first + j: no tile's sources
-// lie where one before it has written, and within a tile all is loaded before the first is stored. A block has a head's
-// keys, or its values: 16 words a thread and tile, whose places in the cache are found a tile ahead.
+// lie where one before it has written, and a tile's targets lie behind the sources of those after it. So each tile is
+// loaded before the one before it is stored, and stored when all threads have loaded it. A block has a head's keys, or its
+// values: 12 words a thread and tile, whose places in the cache are found two tiles ahead.
 //
 // Defines: D. Grid: x KV heads, y keys and values, z layers.
 
 #include "numeric.cuh"
 
-constexpr int THREADS = 256, WORDS = D / 4 + 1, EACH = 16;
+constexpr int THREADS = 256, WORDS = D / 4 + 1, EACH = 12;
 constexpr int TILE = THREADS * EACH / WORDS;  // tokens
 static_assert(TILE <= THREADS, "");
 
@@ -16,10 +17,10 @@ static_assert(TILE <= THREADS, "");
 #define PARAMETERS(i) signed char *cache##i, long long page_bytes##i, const int *keep##i,
 #define PICK(i) if (blockIdx.z == i) cache = cache##i, page_bytes = page_bytes##i, keep = keep##i;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     prune_compact(LAYERS(PARAMETERS) const int* __restrict__ table, int block_size, int kept, int first) {
-    // Three tiles' places: one is being computed, one loaded from and stored to, and one still stored to by some threads.
-    __shared__ long long from[3][TILE], to[3][TILE];
+    // Four tiles' places: being found, loaded from, stored to, and still stored to by some threads.
+    __shared__ long long from[4][TILE], to[4][TILE];
     numeric::wait_for_previous();
     numeric::launch_dependents();
     signed char* cache = cache0;
@@ -35,30 +36,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto find = [&](int tile) {
         const int token = kept - (tile + 1) * TILE + static_cast<int>(threadIdx.x);
         if (threadIdx.x < TILE && token >= 0) {
-            from[tile % 3][threadIdx.x] = place(keep[token]);
-            to[tile % 3][threadIdx.x] = place(first + token);
+            from[tile % 4][threadIdx.x] = place(keep[token]);
+            to[tile % 4][threadIdx.x] = place(first + token);
         }
     };
-    find(0);
-    __syncthreads();
-    const int tiles = (kept + TILE - 1) / TILE;
-    for (int tile = 0; tile < tiles; ++tile) {
+    const auto load = [&](unsigned (&words)[EACH], int tile) {
         const int token0 = kept - (tile + 1) * TILE;
-        unsigned words[EACH];
         #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int item = i * THREADS + static_cast<int>(threadIdx.x), token = item / WORDS;
             words[i] = 0u;
             if (token < TILE && token0 + token >= 0)
-                words[i] = *reinterpret_cast<const unsigned*>(cache + from[tile % 3][token] + item % WORDS * 4);
+                words[i] = *reinterpret_cast<const unsigned*>(cache + from[tile % 4][token] + item % WORDS * 4);
         }
-        if (tile + 1 < tiles) find(tile + 1);
+    };
+    find(0);
+    find(1);
+    __syncthreads();
+    unsigned words[EACH], next[EACH];
+    load(words, 0);
+    const int tiles = (kept + TILE - 1) / TILE;
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int token0 = kept - (tile + 1) * TILE;
+        load(next, tile + 1);
+        find(tile + 2);
         __syncthreads();
         #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int item = i * THREADS + static_cast<int>(threadIdx.x), token = item / WORDS;
             if (token < TILE && token0 + token >= 0)
-                *reinterpret_cast<unsigned*>(cache + to[tile % 3][token] + item % WORDS * 4) = words[i];
+                *reinterpret_cast<unsigned*>(cache + to[tile % 4][token] + item % WORDS * 4) = words[i];
+            words[i] = next[i];
         }
     }
 }

@@ -1,6 +1,6 @@
 """`prune_score` on CUDA: launches of the kernels in the .cu files beside, by method.
 
-    andpro, blend      stats -> anchor -> anchor_sum -> score -> finish
+    andpro, blend      anchor -> anchor_sum -> score (-> finish, for rows of several chunks)
     robust             the same, and keydiff
     snapkv, critical   stats -> means -> finish (and, for critical, a product with the output projection)
     tova               the same over the last query alone
@@ -31,10 +31,10 @@ ANCHOR_SUM, SCORE = FOLDER / "anchor_sum.cu", FOLDER / "score.cu"
 KEY_DIFFERENCE, FINISH = FOLDER / "key_difference.cu", FOLDER / "finish.cu"
 _REQUEST = "PqqPqPiifiiii"
 SIGNATURES = {
-    "prune_stats": _REQUEST + "iiPP",
+    "prune_stats": _REQUEST + "P",
     "prune_means": _REQUEST + "iPiP",
-    "prune_anchor": _REQUEST + "iiPPiP",
-    "prune_anchor_sum": "PPiPiiiPP",
+    "prune_anchor": _REQUEST + "iiPPP",
+    "prune_anchor_sum": "PPPiiiPP",
     "prune_score": _REQUEST + "iiPPPPi",
     "prune_key_sum": _REQUEST + "P",
     "prune_key_difference": _REQUEST + "iiPiP",
@@ -136,14 +136,16 @@ class _Observation:
 
     def anchored(self, scores: torch.Tensor, reach: int, with_last: bool, pool_last: bool) -> torch.Tensor | None:
         """AnDPro's scores into `scores` [G, T]; if asked for, what the last queries attend to [H, T], pooled or not."""
-        stats, value_peaks = self._stats(with_values=True)
         rows = self.kv_heads * self.shape.chunks * self.shape.rows
-        splits = self._splits(-(-(self.high - self.low) // (TOKENS - 2 * reach)))
+        inner, span = TOKENS - 2 * reach, (self.low, self.high)
+        threads = 2 * self.shape.rows
+        splits = self._splits(-(-self.length // inner))
+        stats, units = self._empty(splits, rows, 2), self._empty(splits, self.kv_heads)
         partial = self._empty(splits, rows, self.head_size)
-        span = (self.low, self.high)
         self._launch(
-            *(ANCHOR, "prune_anchor", splits, (*span, stats, value_peaks, stats.shape[0], partial)),
-            score_shape.anchor_bytes(self.head_size, self.shape.rows),
+            *(ANCHOR, "prune_anchor", splits, (*span, stats, units, partial)),
+            score_shape.tile_bytes(self.head_size, self.shape.rows),
+            threads=threads,
             REACH=reach,
         )
         anchors = self._empty(rows, self.head_size, dtype=torch.float16)
@@ -151,22 +153,26 @@ class _Observation:
         _kernel(ANCHOR_SUM, "prune_anchor_sum", self.device, D=self.head_size)(
             (rows // WARPS, 1, 1),
             THREADS,
-            (stats, value_peaks, stats.shape[0], partial, splits, self.kv_heads, rows, anchors, facts),
+            (stats, units, partial, splits, self.kv_heads, rows, anchors, facts),
             programmatic=True,
         )
-        parts = self._empty(self.shape.chunks, self.kv_heads, self.length)
+        whole = self.shape.chunks == 1
+        parts = scores if whole else self._empty(self.shape.chunks, self.kv_heads, self.length)
         last = self._empty(self.heads, self.length) if with_last else None
         self._launch(
-            *(SCORE, "prune_score", splits, (*span, anchors, facts, parts, last, pool_last)),
-            score_shape.scoring_bytes(self.head_size, self.shape.rows),
+            *(SCORE, "prune_score", self._splits(-(-(self.high - self.low) // inner))),
+            (*span, anchors, facts, parts, last, pool_last),
+            score_shape.tile_bytes(self.head_size, self.shape.rows),
+            threads=threads,
             REACH=reach,
         )
-        self._finish("prune_sum_chunks", self.kv_heads, (parts, self.shape.chunks, self.length, *span, scores))
+        if not whole:
+            self._finish("prune_sum_chunks", self.kv_heads, (parts, self.shape.chunks, self.length, *span, scores))
         return last
 
     def means(self) -> torch.Tensor:
         """Attention summed over the window, or over each of its parts: [parts, H, T], to the last evictable token."""
-        stats, _ = self._stats(with_values=False)
+        stats = self._stats()
         sums = self._empty(self.shape.parts, self.heads, self.length)
         self._launch(
             *(MEANS, "prune_means", self._splits(-(-self.high // TOKENS)), (self.high, stats, stats.shape[0], sums)),
@@ -179,7 +185,7 @@ class _Observation:
         splits = self._splits(-(-self.length // TOKENS))
         sums = self._empty(splits, self.kv_heads, self.head_size)
         self._launch(KEY_DIFFERENCE, "prune_key_sum", splits, (sums,), 0, chunks=1)
-        scores = torch.zeros((self.kv_heads, self.length), dtype=torch.float32, device=self.device)
+        scores = self._empty(self.kv_heads, self.length)
         args = (self.low, self.high, sums, splits, scores)
         self._launch(KEY_DIFFERENCE, "prune_key_difference", splits, args, 0, chunks=1)
         return scores
@@ -193,16 +199,13 @@ class _Observation:
         args = (of_heads, of_heads.shape[-2], self.kv_heads, self.length, self.low, self.high, scores)
         self._finish("prune_mean_heads", 1, args)
 
-    def _stats(self, with_values: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Softmax statistics [splits, G, chunks, rows, 2] and, if asked for, the greatest value scales [splits, G]."""
+    def _stats(self) -> torch.Tensor:
+        """Softmax statistics [splits, G, chunks, rows, 2]."""
         splits = self._splits(-(-self.length // TOKENS))
         stats = self._empty(splits, self.kv_heads, self.shape.chunks, self.shape.rows, 2)
-        value_peaks = self._empty(splits, self.kv_heads) if with_values else None
-        self._launch(
-            *(STATS, "prune_stats", splits, (self.low, self.high, stats, value_peaks)),
-            score_shape.stats_bytes(self.head_size, self.shape.rows),
-        )
-        return stats, value_peaks
+        shared_bytes = score_shape.stats_bytes(self.head_size, self.shape.rows)
+        self._launch(STATS, "prune_stats", splits, (stats,), shared_bytes)
+        return stats
 
     def _splits(self, tiles: int) -> int:
         resident = _RESIDENT * torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -216,11 +219,12 @@ class _Observation:
         args: tuple,
         shared_bytes: int,
         chunks: int | None = None,
+        threads: int = THREADS,
         **defines: int,
     ) -> None:
         _kernel(source, name, self.device, **self.defines, **defines)(
             (splits, self.kv_heads, chunks or self.shape.chunks),
-            THREADS,
+            threads,
             (*self.request, *args),
             shared_bytes=shared_bytes,
             programmatic=True,

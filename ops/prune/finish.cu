@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (t >= length) return;
     float sum = 0.0f;
     if (t >= low && t < high)
+        #pragma unroll 8
         for (int h = 0; h < heads; ++h) sum += attention[static_cast<long long>(h) * length + t];
     sum = __fdiv_rn(sum, static_cast<float>(heads));
     for (int g = 0; g < kv_heads; ++g) out[static_cast<long long>(g) * length + t] = sum;

@@ -3,52 +3,86 @@
 //   sums[split, g, :]  = sum over the split's tokens of k8[t] / |k8[t]|
 //   scores[g, t]       = - <k8[t] / |k8[t]|, m / |m|>,    m = sum over splits; 0 for a vector of zeros
 //
-// A warp for each token. Defines: those of observe.cuh. Grid: x splits, y KV heads.
+// A warp for each 8 neighbouring tokens, which lie in one page. Defines: those of observe.cuh. Grid: x splits, y KV heads.
 
 #include "observe.cuh"
 
 constexpr int PARTS = (D / 4 + 31) / 32;  // words of a vector for a lane
+constexpr int GROUP = 8;                  // tokens
 
-struct Key {
-    float x[PARTS][4];
-    float inverse_norm;
-
-    __device__ __forceinline__ void load(const Request& r, int position) {
-        const int lane = threadIdx.x & 31;
-        const signed char* const from = r.vector(position, KEYS);
-        int squares = 0;
+// Sums over all lanes: lane l gets that of x[l / 4].
+template <class Number> __device__ __forceinline__ Number over_lanes(Number (&x)[GROUP]) {
+    const int lane = threadIdx.x & 31;
+    #pragma unroll
+    for (int apart = 16, left = GROUP / 2; left > 0; apart /= 2, left /= 2) {
+        const bool upper = lane & apart;
         #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            const int at = i * 32 + lane, word = at < D / 4 ? *reinterpret_cast<const int*>(from + 4 * at) : 0;
-            #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int value = static_cast<signed char>(word >> (8 * c));
-                x[i][c] = static_cast<float>(value), squares += value * value;
-            }
+        for (int i = 0; i < GROUP / 2; ++i) {
+            if (i >= left) continue;
+            const Number theirs = __shfl_xor_sync(~0u, upper ? x[i] : x[left + i], apart);
+            x[i] = (upper ? x[left + i] : x[i]) + theirs;
         }
+    }
+    Number sum = x[0] + __shfl_xor_sync(~0u, x[0], 2);
+    return sum + __shfl_xor_sync(~0u, sum, 1);
+}
+
+// Of 8 tokens the words that this lane has, zeros for those past the request's end.
+struct Keys {
+    int words[GROUP][PARTS];
+
+    __device__ __forceinline__ void load(const Request& r, int begin) {
+        const int lane = threadIdx.x & 31;
+        const signed char* const from = r.vector(begin, KEYS);
         #pragma unroll
-        for (int apart = 1; apart < 32; apart *= 2) squares += __shfl_xor_sync(~0u, squares, apart);
-        inverse_norm = squares == 0 ? 0.0f : __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(squares)));
+        for (int k = 0; k < GROUP; ++k)
+            #pragma unroll
+            for (int i = 0; i < PARTS; ++i) {
+                const int at = i * 32 + lane;
+                const long long apart = static_cast<long long>(k) * gridDim.y * (D + 4);
+                words[k][i] = 0;
+                if (at < D / 4 && begin + k < r.length) words[k][i] = *reinterpret_cast<const int*>(from + apart + 4 * at);
+            }
+    }
+    __device__ __forceinline__ float value(int k, int i, int c) const {
+        return static_cast<float>(static_cast<signed char>(words[k][i] >> (8 * c)));
+    }
+    // 1 / |k8| of key l / 4, 0 for a vector of zeros.
+    __device__ __forceinline__ float inverse_norm() const {
+        int squares[GROUP];
+        #pragma unroll
+        for (int k = 0; k < GROUP; ++k) {
+            squares[k] = 0;
+            #pragma unroll
+            for (int i = 0; i < PARTS; ++i) squares[k] = __dp4a(words[k][i], words[k][i], squares[k]);
+        }
+        const int sum = over_lanes(squares);
+        return sum == 0 ? 0.0f : rsqrtf(static_cast<float>(sum));
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     prune_key_sum(REQUEST_PARAMETERS, float* __restrict__ sums) {
     __shared__ float of_warp[WARPS][PARTS * 128];
     numeric::wait_for_previous();
     numeric::launch_dependents();
     const Request r = REQUEST;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int end = split_begin(blockIdx.x + 1, length);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, groups = (length + GROUP - 1) / GROUP;
+    const int end = split_begin(blockIdx.x + 1, groups);
     float sum[PARTS][4] = {};
     #pragma unroll 2
-    for (int t = split_begin(blockIdx.x, length) + warp; t < end; t += WARPS) {
-        Key key;
-        key.load(r, t);
+    for (int group = split_begin(blockIdx.x, groups) + warp; group < end; group += WARPS) {
+        Keys keys;
+        keys.load(r, group * GROUP);
+        const float inverse_norm = keys.inverse_norm();
         #pragma unroll
-        for (int i = 0; i < PARTS; ++i)
+        for (int k = 0; k < GROUP; ++k) {
+            const float of_key = __shfl_sync(~0u, inverse_norm, 4 * k);
             #pragma unroll
-            for (int c = 0; c < 4; ++c) sum[i][c] += key.x[i][c] * key.inverse_norm;
+            for (int i = 0; i < PARTS; ++i)
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) sum[i][c] += keys.value(k, i, c) * of_key;
+        }
     }
     #pragma unroll
     for (int i = 0; i < PARTS; ++i)
@@ -62,17 +96,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     prune_key_difference(REQUEST_PARAMETERS, int low, int high, const float* __restrict__ sums, int splits,
                          float* __restrict__ scores) {
     __shared__ float mean[PARTS * 128];
     numeric::wait_for_previous();
     numeric::launch_dependents();
     const Request r = REQUEST;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, groups = (length + GROUP - 1) / GROUP;
     for (int channel = threadIdx.x; channel < PARTS * 128; channel += THREADS) {
         float all = 0.0f;
         if (channel < D)
+            #pragma unroll 8
             for (int split = 0; split < splits; ++split)
                 all += sums[(static_cast<long long>(split) * gridDim.y + blockIdx.y) * D + channel];
         mean[channel] = all;
@@ -89,18 +124,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2) norm += __shfl_xor_sync(~0u, norm, apart);
     norm = __fdiv_rn(1.0f, fmaxf(__fsqrt_rn(norm), 1e-12f));
-    const int end = low + split_begin(blockIdx.x + 1, high - low);
+    const int end = split_begin(blockIdx.x + 1, groups);
     #pragma unroll 2
-    for (int t = low + split_begin(blockIdx.x, high - low) + warp; t < end; t += WARPS) {
-        Key key;
-        key.load(r, t);
-        float product = 0.0f;
+    for (int group = split_begin(blockIdx.x, groups) + warp; group < end; group += WARPS) {
+        Keys keys;
+        keys.load(r, group * GROUP);
+        float products[GROUP];
         #pragma unroll
-        for (int i = 0; i < PARTS; ++i)
+        for (int k = 0; k < GROUP; ++k) {
+            products[k] = 0.0f;
             #pragma unroll
-            for (int c = 0; c < 4; ++c) product += key.x[i][c] * of_lane[i][c];
-        #pragma unroll
-        for (int apart = 1; apart < 32; apart *= 2) product += __shfl_xor_sync(~0u, product, apart);
-        if (lane == 0) scores[static_cast<long long>(blockIdx.y) * length + t] = -product * key.inverse_norm * norm;
+            for (int i = 0; i < PARTS; ++i)
+                #pragma unroll
+                for (int c = 0; c < 4; ++c) products[k] += keys.value(k, i, c) * of_lane[i][c];
+        }
+        const float score = -over_lanes(products) * keys.inverse_norm() * norm;
+        const int t = group * GROUP + lane / 4;
+        if (lane % 4 == 0 && t < length)
+            scores[static_cast<long long>(blockIdx.y) * length + t] = t >= low && t < high ? score : 0.0f;
     }
 }

@@ -20,7 +20,12 @@ using T = numeric::Bf16;
 using T = numeric::Fp16;
 #endif
 
-constexpr int THREADS = 256, WARPS = 8, TOKENS = 64;
+#ifdef WARPS_OF_BLOCK
+constexpr int WARPS = WARPS_OF_BLOCK;
+#else
+constexpr int WARPS = 8;
+#endif
+constexpr int THREADS = 32 * WARPS, TOKENS = 64;
 constexpr int KSTEPS = D / 16;
 constexpr int NT = ROWS / 32;  // products of 8 rows that a warp has
 // Words from one vector to the next in shared memory, such that lanes meet in no bank.
@@ -75,10 +80,13 @@ struct Rows {
 };
 
 // This chunk's rows as fp16 vectors in shared memory, each brought to fp16's range by a power of two.
+template <int TO_PITCH = ROW_PITCH>
 __device__ __forceinline__ void load_rows(unsigned* to, Rows& rows, const Request& r) {
     constexpr int PARTS = (D / 4 + 31) / 32;  // of 4 channels, for a lane
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int row = warp; row < ROWS; row += WARPS) {
+    #pragma unroll 4
+    for (int i_row = 0; i_row < ROWS / WARPS; ++i_row) {
+        const int row = i_row * WARPS + warp;
         const int2 place = r.place(row);
         const unsigned short* const from =
             r.query + place.y * r.query_pitch + (static_cast<int>(blockIdx.y) * r.ratio + place.x) * r.head_pitch;
@@ -100,11 +108,11 @@ __device__ __forceinline__ void load_rows(unsigned* to, Rows& rows, const Reques
             const int at = i * 32 + lane;
             const float2 a = T::unpack(raw[i].x), b = T::unpack(raw[i].y);
             if (at < D / 4)
-                *reinterpret_cast<uint2*>(to + row * ROW_PITCH + 2 * at) =
+                *reinterpret_cast<uint2*>(to + row * TO_PITCH + 2 * at) =
                     make_uint2(pack_f16(a.x * down, a.y * down), pack_f16(b.x * down, b.y * down));
         }
         if (lane == 0) {
-            rows.factor[row] = r.scale * 1.4426950408889634f / down;
+            rows.factor[row] = r.scale * 1.4426950408889634f * inverse_of_power(down);
             rows.sees[row] = place.x >= 0 ? r.length - r.window + place.y : -1;
         }
     }
@@ -212,5 +220,6 @@ __device__ __forceinline__ float inverse(float sum) { return sum == 0.0f ? 0.0f 
 
 // Which of n tiles split x of gridDim.x has.
 __device__ __forceinline__ int split_begin(int split, int n) {
-    return static_cast<int>(static_cast<long long>(split) * n / gridDim.x);
+    const int blocks = gridDim.x;
+    return n / blocks * split + min(split, n % blocks);
 }

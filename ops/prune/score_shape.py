@@ -32,7 +32,7 @@ def score_shape(head_size: int, window: int, ratio: int, shared_bytes: int) -> S
 
 
 def _fits(head_size: int, rows: int, shared_bytes: int) -> bool:
-    needed = max(anchor_bytes(head_size, rows), scoring_bytes(head_size, rows), means_bytes(head_size, rows))
+    needed = max(tile_bytes(head_size, rows), means_bytes(head_size, rows))
     return needed + STATIC_BYTES <= shared_bytes
 
 
@@ -46,15 +46,11 @@ def means_bytes(head_size: int, rows: int) -> int:
     return stats_bytes(head_size, rows) + 4 * TOKENS * (rows + 1)
 
 
-def anchor_bytes(head_size: int, rows: int) -> int:
-    """Of prune_anchor."""
-    pooled = 4 * rows * (TOKENS // 2 + 4)
-    return _rows(head_size, rows) + 2 * _tile(head_size) + 16 + _weights(rows) + pooled
-
-
-def scoring_bytes(head_size: int, rows: int) -> int:
-    """Of prune_score."""
-    return 2 * _rows(head_size, rows) + 2 * _tile(head_size) + _weights(rows)
+def tile_bytes(head_size: int, rows: int) -> int:
+    """Of prune_anchor and prune_score: rows and a tile of tile.cuh, keys and values as they are and in fp16."""
+    pitch = head_size // 2 + 4
+    places = 1 if head_size > 128 else 2
+    return 4 * (rows * pitch + places * (TOKENS * pitch + 32) + 2 * TOKENS * head_size // 4)
 
 
 def _rows(head_size: int, rows: int) -> int:
@@ -65,7 +61,3 @@ def _rows(head_size: int, rows: int) -> int:
 def _tile(head_size: int) -> int:
     words = head_size // 4
     return 4 * TOKENS * (words if words % 8 == 4 else words + 4)
-
-
-def _weights(rows: int) -> int:
-    return 4 * TOKENS * (rows // 2 + 4)

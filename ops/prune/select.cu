@@ -1,4 +1,4 @@
-// The tokens that each KV head keeps: selection.py, one block for each head.
+// The tokens that each KV head keeps, of up to 16 layers: selection.py, one block for each head and layer.
 //
 // A stage takes chunks from the best down, of equal ones the latest first, until the next would exceed its room. The first
 // that does not fit is found by its key, eight bits at a time: of the chunks that agree with the bits found so far, a
@@ -6,7 +6,7 @@
 //
 // Per evictable token: kept, 0 or 1 (2: as 1, within the chunk that is being cut). Per chunk: its key and its free tokens.
 //
-// Up to three stages, of which the last takes what is left. Grid: x KV heads.
+// Up to three stages, of which the last takes what is left. Grid: x KV heads, y layers.
 
 #include "numeric.cuh"
 
@@ -54,7 +54,7 @@ __device__ void rank_chunks(const Head& h, bool sum) {
         int size = 0;
         for (int t = c * h.chunk; t < min(h.tokens, c * h.chunk + h.chunk); ++t) {
             if (h.kept[t]) continue;
-            const float score = h.scores[t];
+            const float score = __ldg(h.scores + t);
             total = __fadd_rn(total, score);
             key = max(key, key_of(score));
             ++size;
@@ -144,10 +144,10 @@ __device__ int take(const Head& h, int room, bool last) {
     const int begin = cut * h.chunk, end = min(h.tokens, begin + h.chunk);
     for (int t = begin + static_cast<int>(threadIdx.x); t < end; t += THREADS) {
         if (h.kept[t] == 1) continue;
-        const unsigned mine = key_of(h.scores[t]);
+        const unsigned mine = key_of(__ldg(h.scores + t));
         int better = 0;
         for (int u = begin; u < end; ++u) {
-            const unsigned other = key_of(h.scores[u]);
+            const unsigned other = key_of(__ldg(h.scores + u));
             better += h.kept[u] != 1 && (other > mine || (other == mine && u > t));
         }
         if (better < cut_room) h.kept[t] = 2;
@@ -156,13 +156,20 @@ __device__ int take(const Head& h, int room, bool last) {
     return taken + cut_room;
 }
 
+#define LAYERS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
+#define PARAMETERS(i) const float *scores##i, int *out##i,
+#define PICK(i) if (blockIdx.y == i) scores = scores##i, out = out##i;
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    prune_select(const float* __restrict__ scores, int stages, int length, int sink, int window, int keep, int room0,
+    prune_select(LAYERS(PARAMETERS) int stages, int length, int sink, int window, int keep, int room0,
                  int chunk0, int sum0, int room1, int chunk1, int sum1, int chunk2, int sum2, unsigned char* kept,
-                 int kept_pitch, unsigned* keys, int* sizes, int pitch, int* __restrict__ out) {
+                 int kept_pitch, unsigned* keys, int* sizes, int pitch) {
     numeric::wait_for_previous();
     numeric::launch_dependents();
-    const long long head = blockIdx.x;
+    const float* scores = scores0;
+    int* out = out0;
+    LAYERS(PICK)
+    const long long head = blockIdx.y * gridDim.x + blockIdx.x;  // of those of all layers
     Head h;
     h.tokens = length - window - sink;
     h.kept = kept + head * kept_pitch, h.keys = keys + head * pitch, h.sizes = sizes + head * pitch;
@@ -173,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int sum = stage == 0 ? sum0 : stage == 1 ? sum1 : sum2;
         h.chunk = stage == 0 ? chunk0 : stage == 1 ? chunk1 : chunk2;
         h.chunks = (h.tokens + h.chunk - 1) / h.chunk;
-        h.scores = scores + (static_cast<long long>(stage) * gridDim.x + head) * length + sink;
+        h.scores = scores + (static_cast<long long>(stage) * gridDim.x + blockIdx.x) * length + sink;
         __syncthreads();
         rank_chunks(h, sum);
         __syncthreads();
         left -= take(h, last ? left : stage == 0 ? room0 : room1, last);
     }
-    int* const to = out + head * keep;
+    int* const to = out + blockIdx.x * static_cast<long long>(keep);
     for (int i = threadIdx.x; i < sink; i += THREADS) to[i] = i;
     for (int i = threadIdx.x; i < window; i += THREADS) to[keep - window + i] = length - window + i;
     int place = sink;

@@ -1,6 +1,7 @@
-"""From scores to the tokens that are kept: the operator `kvcompile::prune_select`, its checks and Python name.
+"""From scores to the tokens that are kept: the operators `prune_select` and `prune_select_layers`, their Python names.
 
-On a CPU in plain torch (cpu_select.py), on CUDA one kernel (select.cu); both choose the very same tokens.
+On a CPU in plain torch (cpu_select.py), on CUDA one kernel (select.cu); both choose the very same tokens. A layer by
+itself leaves most of a GPU idle: layers that can wait for each other are selected together.
 """
 
 from __future__ import annotations
@@ -29,10 +30,23 @@ def select(scores: torch.Tensor, method: Method, keep: int) -> torch.Tensor:
     Raises ValueError naming the argument that does not fit.
     """
     checks.check_stages(scores, method)
+    return torch.ops.kvcompile.prune_select(scores, keep, *_parameters(method))
+
+
+def select_layers(scores: list[torch.Tensor], method: Method, keep: int) -> list[torch.Tensor]:
+    """int32 [G, keep] of each layer: as `select` of each, in launches of up to 16 layers on a GPU.
+
+    scores: on one device. Raises ValueError naming the argument that does not fit.
+    """
+    for of_layer in scores:
+        checks.check_stages(of_layer, method)
+    return torch.ops.kvcompile.prune_select_layers(scores, keep, *_parameters(method)) if scores else []
+
+
+def _parameters(method: Method) -> tuple[int, int, list[float], list[int], list[str]]:
+    """Those of both operators, from `sink` on."""
     stages = method.stages
-    return torch.ops.kvcompile.prune_select(
-        scores,
-        keep,
+    return (
         method.sink,
         method.window,
         [float(stage.share) for stage in stages],
@@ -71,6 +85,42 @@ def _select_fake(
     return scores.new_empty((scores.shape[1], keep), dtype=torch.int32)
 
 
+def _select_layers(
+    scores: list[torch.Tensor],
+    keep: int,
+    sink: int,
+    window: int,
+    shares: list[float],
+    chunks: list[int],
+    reduces: list[str],
+) -> list[torch.Tensor]:
+    for of_layer in scores:
+        checks.check_select(of_layer, keep, sink, window, shares, chunks, reduces)
+    stages = _stages(shares, chunks, reduces)
+    if scores[0].is_cuda:
+        return cuda_select.select_layers(scores, keep, sink, window, stages)
+    return [cpu_select.select(of_layer, keep, sink, window, stages) for of_layer in scores]
+
+
+def _select_layers_fake(
+    scores: list[torch.Tensor],
+    keep: int,
+    sink: int,
+    window: int,
+    shares: list[float],
+    chunks: list[int],
+    reduces: list[str],
+) -> list[torch.Tensor]:
+    return [_select_fake(of_layer, keep, sink, window, shares, chunks, reduces) for of_layer in scores]
+
+
+register(
+    "prune_select_layers(Tensor[] scores, SymInt keep, int sink, int window, float[] shares, int[] chunks, "
+    "str[] reduces) -> Tensor[]",
+    fake=_select_layers_fake,
+    CPU=_select_layers,
+    CUDA=_select_layers,
+)
 register(
     "prune_select(Tensor scores, SymInt keep, int sink, int window, float[] shares, int[] chunks, str[] reduces) "
     "-> Tensor",

@@ -2,19 +2,16 @@
 //
 //   stats[split, g, chunk, row] = (max_t l[t], sum_t 2^(l[t] - max)),    l[t] = log2(e) scale q . k[t] for t that the row sees
 //
-// And, if asked for, the largest scale of a value between `low` and `high` in the split: value_peaks[split, g].
-//
 // Defines: those of observe.cuh. Grid: x splits, y KV heads, z chunks. Shared memory: rows, a tile of keys.
 
 #include "observe.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    prune_stats(REQUEST_PARAMETERS, int low, int high, float2* __restrict__ stats, float* __restrict__ value_peaks) {
+    prune_stats(REQUEST_PARAMETERS, float2* __restrict__ stats) {
     extern __shared__ __align__(16) unsigned shared[];
     __shared__ Rows rows;
     __shared__ float scales[TOKENS];
     __shared__ float2 of_half[ROWS];
-    __shared__ float warp_peaks[WARPS];
     unsigned* const vectors = shared;
     unsigned* const keys = shared + ROWS * ROW_PITCH;
     numeric::wait_for_previous();
@@ -90,15 +87,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const long long at = (static_cast<long long>(blockIdx.x) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z;
                 stats[at * ROWS + row] = make_float2(greater, both);
             }
-    if (value_peaks == nullptr || blockIdx.z != 0) return;
-    float peak = 0.0f;
-    for (int t = max(low, begin * TOKENS) + static_cast<int>(threadIdx.x); t < min(high, end * TOKENS); t += THREADS)
-        peak = fmaxf(peak, *reinterpret_cast<const float*>(r.vector(t, VALUES) + D));
-    #pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-    if (lane == 0) warp_peaks[warp] = peak;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int i = 1; i < WARPS; ++i) peak = fmaxf(peak, warp_peaks[i]);
-    value_peaks[blockIdx.x * gridDim.y + blockIdx.y] = peak;
 }

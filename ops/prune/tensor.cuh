@@ -1,35 +1,27 @@
-// What kernels of pruning do in PTX: fp16 products of int8 data, which fp16 holds exactly, copies, powers of two.
+// What kernels of pruning do in PTX beside mma.cuh: matrices and copies in shared memory.
 
 #pragma once
 
-// Bytes 0 and 1 (or 2 and 3) of int8 plus 128 as two fp16 numbers of the int8 values.
-template <int SELECT> __device__ __forceinline__ unsigned widen(unsigned bytes) {
-    unsigned both;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(both) : "r"(bytes), "n"(0x64646464), "n"(SELECT));
-    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(both) : "r"(0x64806480));  // 1024 + 128
-    return both;
-}
-constexpr int LOW = 0x4140, HIGH = 0x4342;
-constexpr unsigned FLIP = 0x80808080u;  // int8 to int8 plus 128
+#include "mma.cuh"
 
-// d += a b: a of 16 rows by 16, b of 16 by 8 columns; lane l has rows l / 4 (and 8 more) and columns 2 (l % 4), + 1 of d.
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// threadIdx.x, read anew: what is computed from it takes no register before it is needed.
+__device__ __forceinline__ int thread_now() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// Four matrices of 8 by 8 from shared memory: lanes 8 i to 8 i + 7 have the addresses of the rows of the i-th, 16 bytes
+// each. Lane l gets of each row l / 4, columns 2 (l % 4) and one more; `transposed`: rows 2 (l % 4) and one more, column l / 4.
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], const unsigned* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row))));
 }
-
-__device__ __forceinline__ unsigned pack_f16(float low, float high) {
-    unsigned both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
+__device__ __forceinline__ void load_transposed(unsigned (&m)[4], const unsigned* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row))));
 }
 
 __device__ __forceinline__ unsigned max_f16x2(unsigned a, unsigned b) {
@@ -46,8 +38,5 @@ __device__ __forceinline__ void copy_word(void* to, const void* from, bool there
 }
 __device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// 2^-e where 2^e <= greatest < 2^(e + 1), from the exponent's bits; 1 for zeros, what is nearly so, and infinities.
-__device__ __forceinline__ float inverse_power_below(float greatest) {
-    const unsigned bits = __float_as_uint(greatest) & 0x7f800000u;
-    return bits > 0x08000000u && bits < 0x76000000u ? __uint_as_float(0x7f000000u - bits) : 1.0f;
-}
+// 1 / x of a power of two.
+__device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }

@@ -18,6 +18,7 @@ from kvcompile.ops.prune import (
     prune_copy,
     prune_score,
     select,
+    select_layers,
 )
 from kvcompile.ops.prune.score_shape import MOST_REACH
 from tests.ops.kv8.batches import poisoned_cache
@@ -173,6 +174,17 @@ def test_the_selection_is_that_of_the_cpu_bit_for_bit(name: str, length: int) ->
     for scores in _adversarial(len(method.stages), 3, length):
         for keep in {36, min(37, length), (length + 36) // 2, max(36, length - 3), length}:
             assert torch.equal(select(scores.cuda(), method, keep).cpu(), select(scores, method, keep))
+
+
+@pytest.mark.parametrize("name", ["andpro", "blend", "robust"])
+def test_the_selection_of_layers_together_is_that_of_the_cpu(name: str) -> None:
+    """Of more than one launch takes, and of layers that differ."""
+    method = parse_method(name)
+    layers = [scores for heads in (3, 3, 2, 3) for scores in _adversarial(len(method.stages), heads, 4099)]
+    found = select_layers([scores.cuda() for scores in layers], method, 2000)
+    assert len(found) == 24
+    for keep, scores in zip(found, layers, strict=True):
+        assert torch.equal(keep.cpu(), select(scores, method, 2000))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 2000])

@@ -39,17 +39,24 @@ class Late:
         return said
 
 
-def options(**prune: Any) -> dict[str, Any]:
+def options(scheduler: dict[str, Any] | None = None, **prune: Any) -> dict[str, Any]:
     prune = {"budget_tokens": BUDGET, "window_tokens": WINDOW, **prune}
-    return {"prune": asdict(PruneConfig(enabled=True, **prune)), "scheduler": asdict(SchedulerConfig())}
+    order = SchedulerConfig(**(scheduler or {}))
+    return {"prune": asdict(PruneConfig(enabled=True, **prune)), "scheduler": asdict(order)}
 
 
 def pruning_scheduler(
-    blocks: int, *, asynchronous: bool, ordered: bool = True, prune: dict[str, Any] | None = None, **fields: Any
+    blocks: int,
+    *,
+    asynchronous: bool,
+    ordered: bool = True,
+    prune: dict[str, Any] | None = None,
+    order: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> tuple[Any, Any]:
     """A scheduler in kvcompile's order or vLLM's, and the configuration that it is of."""
     fields = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 256, **fields}
-    config = replay.replay_config(asynchronous=asynchronous, options=options(**(prune or {})), **fields)
+    config = replay.replay_config(asynchronous=asynchronous, options=options(order, **(prune or {})), **fields)
     config.parallel_config.worker_cls = PRUNING_WORKER
     return replay.make_scheduler(config, blocks, make_scheduler if ordered else make_pruning_scheduler), config
 

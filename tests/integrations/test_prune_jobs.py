@@ -24,25 +24,26 @@ class Worker:
 
     def __init__(self) -> None:
         self.selected: list[torch.Tensor] = []
+        self.chosen: list[int] = []
         self.failing: dict[str, Exception] = {}
         self.moved: list[tuple[int, Plan]] = []
-        self.jobs = Jobs(4, len(LAYERS), self._select, lambda kept, plan: self.moved.append((len(kept), plan)))
+        self.jobs = Jobs(
+            4, len(LAYERS), self._score, self._choose, lambda kept, plan: self.moved.append((len(kept), plan))
+        )
 
-    def _select(
-        self,
-        layer: str,
-        queries: torch.Tensor,
-        cache: torch.Tensor,
-        row: torch.Tensor,
-        tokens: int,
-        kept: int,
-        scale: float,
+    def _score(
+        self, layer: str, queries: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, tokens: int, scale: float
     ) -> torch.Tensor:
-        assert (tokens, kept, scale) == (100, 68, 0.5) and torch.equal(row, ROW)
+        assert (tokens, scale) == (100, 0.5) and torch.equal(row, ROW)
         if error := self.failing.get(layer):
             raise error
         self.selected.append(queries)
-        return torch.zeros(1, kept, dtype=torch.int32)
+        return torch.zeros(1, 1, tokens)
+
+    def _choose(self, scores: list[torch.Tensor], kept: int) -> list[torch.Tensor]:
+        assert kept == 68
+        self.chosen.append(len(scores))
+        return [torch.zeros(1, kept, dtype=torch.int32)] * len(scores)
 
     def step(
         self, steps: dict[str, Step], new: int, layers: tuple[str, ...] = LAYERS, first: int = 0
@@ -104,12 +105,31 @@ def test_a_prompt_whose_scores_fail_stays_whole_and_is_counted(worker: Worker) -
     assert worker.jobs.take_failures() == 1 and worker.jobs.take_failures() == 0
 
 
+def test_layers_choose_together_when_all_have_scored_or_scores_take_much_memory(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.step({"x": Step(PLAN, final=True)}, 10)
+    assert worker.chosen == [2]
+    monkeypatch.setattr(prune_jobs, "MOST_WAITING_BYTES", 399)  # scores of a layer have 400
+    assert worker.step({"x": Step(PLAN, final=True)}, 10) == {"x": 0}
+    assert worker.chosen == [2, 1, 1] and [layers for layers, _ in worker.moved] == [2, 2]
+
+
+def test_a_prompt_whose_choice_fails_stays_whole_and_is_counted(worker: Worker) -> None:
+    def fails(*_: object) -> list[torch.Tensor]:
+        raise RuntimeError("no memory left")
+
+    worker.jobs._choose = fails
+    assert worker.step({"x": Step(PLAN, final=True)}, 10) == {}
+    assert not worker.moved and worker.jobs.take_failures() == 1
+
+
 def test_of_a_prompt_that_ends_in_one_step_no_layer_keeps_its_queries(worker: Worker) -> None:
     worker.jobs.begin({"x": Step(PLAN, final=True)})
     (job,) = worker.jobs.of_step().values()
     for layer in LAYERS:
         job.observe(layer, torch.zeros(10, 1, 1), torch.zeros(1), ROW, 0.5)
-    assert job.keeps.keys() == {"a", "b"} and not job.queries
+    assert job.scored.keys() == {"a", "b"} and not job.queries
 
 
 def test_a_move_that_fails_is_an_error_and_not_acknowledged(worker: Worker) -> None:
@@ -150,7 +170,7 @@ class InlineStep:
 
 def test_a_prompt_that_is_stored_inline_leaves_its_kept_tokens_in_its_pages_and_nothing_else(worker: Worker) -> None:
     keep = torch.stack([torch.arange(0, 68), torch.arange(0, 100)[-68:]]).int()
-    worker.jobs._select = lambda *_: keep
+    worker.jobs._score, worker.jobs._choose = (lambda *_: keep), lambda scores, kept: scores
     step = InlineStep(worker)
     step.assert_holds(keep)
     # There is nothing to release and nothing to say.
@@ -167,7 +187,7 @@ def test_where_scores_fail_a_prompt_that_is_stored_inline_keeps_its_last_tokens(
     def fails(*_: object) -> torch.Tensor:
         raise ValueError("prune_score: cannot")
 
-    worker.jobs._select = fails
+    worker.jobs._score = fails
     for _ in range(2):
         step = InlineStep(worker)
         step.assert_holds(torch.arange(32, 100).expand(2, -1))
@@ -177,7 +197,8 @@ def test_where_scores_fail_a_prompt_that_is_stored_inline_keeps_its_last_tokens(
 
 
 def test_a_layer_that_has_not_stored_its_part_of_an_inline_prompt_is_an_error(worker: Worker) -> None:
-    worker.jobs._select = lambda *_: torch.arange(68).repeat(2, 1).int()
+    keep = torch.arange(68).repeat(2, 1).int()
+    worker.jobs._score, worker.jobs._choose = (lambda *_: keep), lambda scores, kept: scores
     InlineStep(worker, LAYERS[:1])
     with pytest.raises(RuntimeError, match="not every layer has stored its part of a prompt's kept tokens"):
         worker.jobs.end()

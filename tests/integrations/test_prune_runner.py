@@ -187,11 +187,17 @@ def pruning(version: int, mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
     (prune_runner if version == 1 else prune_runner_v2).install(runner)
     runner.shown, runner.moved = [], []
 
-    def select(layer: str, queries: torch.Tensor, *_: Any) -> torch.Tensor:
+    def score(layer: str, queries: torch.Tensor, *_: Any) -> torch.Tensor:
         runner.shown.append(queries.flatten().tolist())
         return torch.zeros(1, PLAN.kept, dtype=torch.int32)
 
-    runner._jobs = Jobs(4, len(LAYERS), select, lambda kept, plan: runner.moved.append((len(kept), plan)))
+    def choose(scores: list[torch.Tensor], kept: int) -> list[torch.Tensor]:
+        return scores
+
+    def move(kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], plan: Plan) -> None:
+        runner.moved.append((len(kept), plan))
+
+    runner._jobs = Jobs(4, len(LAYERS), score, choose, move)
     if version == 2:
         runner.load_model()
         runner.initialize_kv_cache()
@@ -313,7 +319,7 @@ def test_vllms_own_objects_become_those_that_prune_and_have_the_methods_that_are
     def methods(pruning_class: type) -> list[str]:
         return [name for name, value in vars(pruning_class).items() if callable(value)]
 
-    jobs = Jobs(4, len(LAYERS), lambda *_: None, lambda *_: None)
+    jobs = Jobs(4, len(LAYERS), lambda *_: None, lambda *_: [], lambda *_: None)
     for pruning_class, kind in (
         (prune_runner_v2.pruning_state(DefaultModelState, jobs), DefaultModelState),
         (prune_runner_v2.pruning_graphs(CudaGraphManager, jobs), CudaGraphManager),

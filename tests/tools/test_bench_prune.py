@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvcompile.cli import main
-from kvcompile.tools import bench_cuda, bench_prune
+from kvcompile.tools import bench_cuda, bench_prefill, bench_prune, model_shapes
 
 ARGUMENTS = ["bench", "prune", "--heads", "4", "--kv-heads", "2", "--head-size", "64", "--layers", "2", "--runs", "3"]
 
@@ -64,6 +65,65 @@ def test_the_record_has_the_parts_of_every_method_and_budget(
     said = capsys.readouterr().out
     assert "andpro 1200->608" in said and "11.0 (10.0 to 12.0)" in said
     assert "Copy of 1 GiB: 4100 GB/s (4000 to 4200)" in said
+
+
+class Engine:
+    """Takes 1 ms for each 1200 tokens, and 50 ms more for what it has to compile first."""
+
+    stock = True
+
+    def __init__(self, name: str, model: Path, arguments: dict[str, Any], log: Path) -> None:
+        self.arguments, self.served = arguments, 0
+
+    def facts(self) -> dict[str, Any]:
+        return {"kvcompile": not self.stock}
+
+    def run(self, prompt: int, output: int, requests: int, seed: int) -> dict[str, Any]:
+        assert (output, requests) == (1, 1) and prompt < self.arguments["max_model_len"]
+        self.served += 1
+        return {"ttft": [prompt * 1e-3 / 1200 + (0.05 if self.served <= 2 else 0)]}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
+    monkeypatch.setattr(bench_prefill, "Served", Engine)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    monkeypatch.setitem(model_shapes.SHAPES, "tiny", shape)
+
+
+def test_pruning_is_said_as_a_share_of_a_prefill(
+    engine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "x.json"
+    options = ["--tokens", "1200", "--methods", "andpro", "--prefill", "tiny", "--json", str(record)]
+    assert main([*ARGUMENTS, *options]) == 0
+    rows = {(row["case"], row["metric"]): row for row in json.loads(record.read_text())["rows"]}
+    assert rows["prefill 1200", "ttft"]["median"] == 1000 and rows["prefill 1200", "ttft"]["runs"] == 3
+    # Two layers of 5.5 us each, of 1 ms.
+    assert rows["andpro 1200->608", "share of prefill"]["median"] == 1.1
+    said = capsys.readouterr().out
+    assert "prefill 1200, stock vLLM: 1000.00 (1000.00 to 1000.00) us to the first token." in said
+    assert "andpro 1200->608: 1.10 (1.00 to 1.20) % of the prefill, all layers." in said
+
+
+def test_a_prefill_of_another_shape_or_engine_is_refused(
+    engine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ARGUMENTS, "--tokens", "600", "--prefill", "tiny", "--layers", "3"]) == 2
+    assert "--prefill tiny has layers 2, heads 4, kv_heads 2, head_size 64; what is pruned has layers 3, " in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr(Engine, "stock", False)
+    assert main([*ARGUMENTS, "--tokens", "600", "--prefill", "tiny"]) == 2
+    assert "kvcompile is active in the engine, which has to be stock vLLM" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_known_ends_it(machine: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--tokens", "600", "--prefill", "llama-4"]) == 2
+    assert "model llama-4: neither a folder with a config.json nor a known shape" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["scores", "tokens"])

@@ -61,7 +61,7 @@ def test_the_kernels_that_sum_select_and_move(arch: str) -> None:
 def test_every_row_has_a_place_in_chunks_that_fit(head_size: int, arch: str) -> None:
     for window, ratio in MODELS:
         shape = score_shape.score_shape(head_size, window, ratio, SHARED[arch])
-        sizes = score_shape.anchor_bytes, score_shape.scoring_bytes, score_shape.means_bytes, score_shape.stats_bytes
+        sizes = score_shape.tile_bytes, score_shape.means_bytes, score_shape.stats_bytes
         assert max(size(head_size, shape.rows) for size in sizes) + score_shape.STATIC_BYTES <= SHARED[arch]
         rows = [(chunk, row) for chunk in range(shape.chunks) for row in range(shape.rows)]
         places = [place for at in rows if (place := _place(shape, window, ratio, *at))]
@@ -79,6 +79,6 @@ def _place(shape: score_shape.ScoreShape, window: int, ratio: int, chunk: int, r
 
 def test_shapes_of_models_that_are_served_are_these() -> None:
     assert score_shape.score_shape(128, 32, 4, SHARED["sm_90a"]) == score_shape.ScoreShape(128, 4, 1, 1)
-    assert score_shape.score_shape(128, 32, 4, SHARED["sm_89"]) == score_shape.ScoreShape(64, 2, 1, 2)
+    assert score_shape.score_shape(128, 32, 4, SHARED["sm_89"]) == score_shape.ScoreShape(128, 4, 1, 1)
     assert score_shape.score_shape(128, 1, 4, SHARED["sm_90a"]) == score_shape.ScoreShape(32, 4, 1, 1)
     assert score_shape.score_shape(256, 32, 16, SHARED["sm_89"]).rows == 32

@@ -28,6 +28,8 @@ def test_opcheck_finds_nothing_wrong_with_the_selection() -> None:
     scores = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
     arguments = scores, 40, 4, 8, [0.5, 1.0], [4, 4], ["sum", "max"]
     torch.library.opcheck(torch.ops.kvcompile.prune_select.default, arguments)
+    of_layers = [scores, scores.flip(2)], *arguments[1:]
+    torch.library.opcheck(torch.ops.kvcompile.prune_select_layers.default, of_layers)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,10 @@ def test_the_schemas_say_what_is_written() -> None:
     assert str(torch.ops.kvcompile.prune_select.default._schema) == (
         "kvcompile::prune_select(Tensor scores, SymInt keep, int sink, int window, float[] shares, int[] chunks, "
         "str[] reduces) -> Tensor"
+    )
+    assert str(torch.ops.kvcompile.prune_select_layers.default._schema) == (
+        "kvcompile::prune_select_layers(Tensor[] scores, SymInt keep, int sink, int window, float[] shares, "
+        "int[] chunks, str[] reduces) -> Tensor[]"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcompile.ops.prune import METHODS, parse_method, reference, select
+from kvcompile.ops.prune import METHODS, parse_method, reference, select, select_layers
 
 
 def _scores(method: str, length: int, kv_heads: int = 3, seed: int = 0) -> torch.Tensor:
@@ -117,3 +117,19 @@ def test_critical_takes_half_by_attention_and_half_by_attention_times_the_norm()
 def test_it_says_what_does_not_fit(scores: torch.Tensor, keep: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^kvcompile::prune_select: {message}"):
         select(scores, parse_method("andpro"), keep)
+
+
+def test_layers_together_keep_what_each_keeps_by_itself() -> None:
+    method = parse_method("robust", window=3)
+    layers = [torch.randn(3, 2, 61, generator=torch.Generator().manual_seed(seed)) for seed in range(18)]
+    for keep, of_layer in zip(select_layers(layers, method, 30), layers, strict=True):
+        assert torch.equal(keep, select(of_layer, method, 30))
+    assert select_layers([], method, 30) == []
+
+
+def test_layers_together_say_what_does_not_fit() -> None:
+    method = parse_method("andpro")
+    with pytest.raises(ValueError, match="prune_select: keep: given 51 tokens, allowed at most the 50 there are"):
+        select_layers([torch.zeros(1, 2, 60), torch.zeros(1, 2, 50)], method, 51)
+    with pytest.raises(ValueError, match="scores: given 2 stages, allowed the 1 of andpro"):
+        select_layers([torch.zeros(1, 2, 50), torch.zeros(2, 2, 50)], method, 40)
