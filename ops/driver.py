@@ -1,4 +1,4 @@
-"""The few functions of libcuda that loading and launching a kernel take, by ctypes.
+"""The few functions of libcuda that kernels and the memory they share with the host take, by ctypes.
 
 ctypes and not cuda-python: with addresses that are known beforehand a call costs about 1 us, and building a launch from
 cuda-python's objects every time about 10.
@@ -42,6 +42,8 @@ class Driver:
         "cuGetErrorName": (ctypes.c_int, ctypes.c_void_p),
         "cuGetErrorString": (ctypes.c_int, ctypes.c_void_p),
         "cuLaunchKernelEx": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+        "cuMemFreeHost": (ctypes.c_void_p,),
+        "cuMemHostAlloc": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
         "cuModuleGetFunction": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
         "cuModuleLoadData": (ctypes.c_void_p, ctypes.c_char_p),
         "cuOccupancyMaxActiveClusters": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),

@@ -23,7 +23,6 @@ SCRIPT = """
     model, options, fields, given, code = json.loads(sys.argv[1])
     engine = Engine(model, options=options, **fields)
     scheduler = engine.scheduler
-    worker = engine._core.model_executor.driver_worker.worker
     control = getattr(scheduler, "offload", None)
     exec(code)
     update = type(scheduler).update_from_output
@@ -47,6 +46,7 @@ SCRIPT = """
         run = engine.serve([Arrival(*each) for each in trace], aborts={int(index): n for index, n in aborts.items()})
         said = {
             "scheduler": type(scheduler).__name__,
+            "asynchronous": engine.asynchronous,
             "tokens": run.tokens,
             "preemptions": run.outcome.preemptions,
             "recomputed_tokens": run.outcome.recomputed_tokens,
@@ -77,9 +77,11 @@ def serve(
     *,
     blocks: int,
     code: str = "",
+    environment: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """Serve each trace with its aborts in `given` on one engine. `code` runs in the engine's process before."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environment or {})}
     fields = {
         "dtype": "float32",
         "num_gpu_blocks_override": blocks,
@@ -92,7 +94,8 @@ def serve(
     }
     traces = [([astuple(arrival) for arrival in trace], dict(aborts)) for trace, aborts in given]
     wanted = json.dumps([str(model), options, fields, traces, SETUP + code])
-    log = run_python(SCRIPT, wanted, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout_s=1200)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environment or {})}
+    log = run_python(SCRIPT, wanted, environment=variables, timeout_s=1200)
     lines = [line.removeprefix("SERVED ") for line in log.splitlines() if line.startswith("SERVED ")]
     assert len(lines) == len(given), log[-6000:]
     return [json.loads(line) for line in lines]

@@ -9,6 +9,8 @@ from kvcompile.tools import (
     bench_act_quant,
     bench_attention,
     bench_decode,
+    bench_host,
+    bench_offload,
     bench_prune,
     bench_schedule,
     bench_serve,
@@ -21,8 +23,10 @@ _BENCHMARKS = {
     "w4a8": bench_w4a8,
     "act-quant": bench_act_quant,
     "prune": bench_prune,
+    "offload": bench_offload,
     "schedule": bench_schedule,
     "serve": bench_serve,
+    "host": bench_host,
 }
 
 

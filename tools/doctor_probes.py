@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvcompile import host_memory
 from kvcompile.ops import nvrtc
 from kvcompile.tools import doctor_w4a8
 from kvcompile.tools.doctor_finding import Finding, Gpu
@@ -157,16 +158,11 @@ def cache_dir() -> list[Finding]:
 
 
 def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
-    """Memory that a new process can have: what the kernel calls available, and no more than a container's limit."""
+    """Memory that a new process can have."""
     try:
-        lines = (proc / "meminfo").read_text().splitlines()
+        total, free = host_memory.read(proc, cgroup)
     except OSError as error:
         return [Finding("Host", "memory", "warn", f"unknown: {error.strerror}", "make sure that 4 GiB are free")]
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, free = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    limit, used = (_number(cgroup / name) for name in ("memory.max", "memory.current"))
-    if limit is not None and limit < total:
-        total, free = limit, min(free, max(limit - (used or 0), 0))
     value = f"{_size(free)} of {_size(total)} available"
     if free < LEAST_MEMORY_BYTES:
         remedy = f"end other programs: the demo takes about {_size(LEAST_MEMORY_BYTES)}"
@@ -252,14 +248,6 @@ def _installed(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
-        return None
-
-
-def _number(path: Path) -> int | None:
-    """A cgroup file's number; None if there is no such file or it says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
         return None
 
 

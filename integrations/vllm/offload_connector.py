@@ -19,9 +19,8 @@ from vllm.v1.request import Request
 from kvcompile.config import OffloadConfig, UsageError
 from kvcompile.integrations.vllm.active import is_active
 from kvcompile.integrations.vllm.offload_control import Load, OffloadControl
-from kvcompile.integrations.vllm.offload_copies import CPUCopies
 from kvcompile.integrations.vllm.offload_messages import Orders, Word, word_of
-from kvcompile.integrations.vllm.offload_worker import OffloadWorker
+from kvcompile.integrations.vllm.offload_worker import OffloadWorker, copies_of_platform
 from kvcompile.offload.books import Books
 from kvcompile.offload.host_pool import HostPool
 from kvcompile.presets import NAME
@@ -41,7 +40,8 @@ class KVCompileOffload(KVConnectorBase_V1, SupportsHMA):
         self.failed: list[Load] = []
         self.released = 0
         if role is KVConnectorRole.WORKER:
-            self._worker = OffloadWorker(options.cpu_bytes_to_use, page_bytes, CPUCopies)
+            self._rank = vllm_config.parallel_config.rank
+            self._worker = OffloadWorker(options.cpu_bytes_to_use, page_bytes, copies_of_platform())
         else:
             books = Books(HostPool(options.cpu_bytes_to_use // page_bytes), vllm_config.cache_config.block_size)
             self.control = OffloadControl(books, page_bytes, vllm_config.parallel_config.world_size)
@@ -68,7 +68,8 @@ class KVCompileOffload(KVConnectorBase_V1, SupportsHMA):
         """Blocks that are being copied are held by the scheduler."""
 
     def build_connector_worker_meta(self) -> Word | None:
-        return self._worker.take_word()
+        word = self._worker.take_word()
+        return word and word.of_rank(self._rank)
 
     # ---- the scheduler's half
 
@@ -78,14 +79,14 @@ class KVCompileOffload(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.num_output_placeholders:
             return None, False  # its last token is not known yet
-        tokens = self.control.matched(request.request_id, num_computed_tokens)
+        tokens = self.control.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.control.allocated(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        return self.control.take_orders()
+        return self.control.transfers.take_orders()
 
     def update_connector_output(self, connector_output: Any) -> None:
         good, bad, freed = self.control.heard(word_of(connector_output))
@@ -95,11 +96,11 @@ class KVCompileOffload(KVConnectorBase_V1, SupportsHMA):
         self.released += freed
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self.control.finished(request.request_id)
+        self.control.finished(request.request_id, self.control.transfers.blocks(block_ids[0]))
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
         """vLLM's base class has it answer None, which counts as done."""

@@ -9,19 +9,29 @@ from typing import NamedTuple
 
 import torch
 
+COPY_FAILED = "copy_failed"
+
 
 class Ended(NamedTuple):
-    """A batch that has ended, by the number that `start` gave it. why_not: "" if it was copied, whole."""
+    """A batch that has ended, by the number that `start` gave it.
+
+    why_not: "" if it was copied, whole. checksums: of each page at its place, as it was read: of a page that was stored
+    and of the same one loaded again they are equal; if not, what was loaded is not what was stored.
+    """
 
     batch: int
     why_not: str
+    checksums: Sequence[int]
 
 
 class Copies(ABC):
     """One batch for each direction and step, whatever the number of pages and layers.
 
     A batch begins when all work on the cache that was submitted before it is done: the step before may still write to
-    the blocks. Until it has ended, none of its blocks and slots is used otherwise: that is the scheduler's part.
+    the blocks. Until it has ended, none of its blocks and slots is used otherwise: that is the scheduler's part. Both
+    directions of a step may be copied at once.
+
+    `start` raises RuntimeError or IndexError for a batch that has not begun and never will.
     """
 
     @abstractmethod
@@ -36,13 +46,17 @@ class Copies(ABC):
     def ended(self) -> list[Ended]:
         """The batches that have ended since the last call, in order; does not wait."""
 
-    @abstractmethod
-    def checksum(self, slot: int) -> int:
-        """Of what a slot holds; nothing is being written to it."""
-
 
 def pages_of(cache: torch.Tensor) -> torch.Tensor:
-    """One layer's cache, whose first dimension is the block and whose blocks are packed, as uint8 [blocks, bytes]."""
+    """One layer's cache, whose first dimension is the block and whose blocks are packed, as uint8 [blocks, bytes].
+
+    Raises ValueError for a cache in which a block is more than one run of bytes.
+    """
+    if not cache[0].is_contiguous():
+        raise ValueError(
+            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} cannot be offloaded: each block, by "
+            "the first dimension, has to be one run of memory"
+        )
     return cache.view(cache.shape[0], -1).view(torch.uint8)
 
 
@@ -69,22 +83,19 @@ class CPUCopies(Copies):
         source, target = torch.tensor(blocks, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
         for layer, part in zip(self._layers, self._of_layer, strict=True):
             part[target] = layer[source]
-        return self._end()
+        return self._end(slots)
 
     def start_load(self, slots: Sequence[int], blocks: Sequence[int]) -> int:
         source, target = torch.tensor(slots, dtype=torch.int64), torch.tensor(blocks, dtype=torch.int64)
         for layer, part in zip(self._layers, self._of_layer, strict=True):
             layer[target] = part[source]
-        return self._end()
+        return self._end(slots)
 
-    def _end(self) -> int:
+    def _end(self, slots: Sequence[int]) -> int:
         self._batches += 1
-        self._ended.append(Ended(self._batches, ""))
+        self._ended.append(Ended(self._batches, "", [zlib.crc32(self._pool[slot].numpy()) for slot in slots]))
         return self._batches
 
     def ended(self) -> list[Ended]:
         ended, self._ended = self._ended, []
         return ended
-
-    def checksum(self, slot: int) -> int:
-        return zlib.crc32(self._pool[slot].numpy())

@@ -18,6 +18,8 @@ from kvcompile.schedule.victims import Stake, keep_order
 class OffloadingLengthAware(Offloading, _LengthAware):
     """Stands before a length-aware scheduler's class in the method resolution order."""
 
+    orders_victims = True
+
     def on_release(self) -> None:
         self._refused = None
 

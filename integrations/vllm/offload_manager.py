@@ -35,6 +35,13 @@ class RestoringManager(FullAttentionManager):
         with_skipped = super().allocate_new_computed_blocks
         self._as_pruned(request_id, lambda: with_skipped(request_id, *args, **kwargs))
 
+    def commit(self, request_id: str, epoch: int) -> int:
+        """Of a manager that prunes: what is given up in front was not rewritten, and is a prefix to others."""
+        blocks = list(self.req_to_blocks.get(request_id, ()))
+        released = super().commit(request_id, epoch)
+        self.offload.prefix.ended(blocks[: self.plans[request_id].released] if released else ())
+        return released
+
     def _as_pruned(self, request_id: str, work: Callable[[], Any]) -> Any:
         self._skipped = self.offload.null_pages(request_id) * self.block_size
         try:
@@ -58,7 +65,7 @@ class RestoringCacheManager(KVCacheManager):
             found = KVCacheManager.get_computed_blocks(self, request)
         else:
             found = self.empty_kv_cache_blocks, 0  # all of it is on the host
-        self.offload.matched(request.request_id, found[1])
+        self.offload.can_restore(request.request_id, life, found[1])
         if self.offload.books.life(request.request_id) is None:  # it cannot be restored
             return super().get_computed_blocks(request)
         single.plans.pop(request.request_id, None)
@@ -82,4 +89,13 @@ def install(manager: KVCacheManager, offload: OffloadControl) -> None:
         if committed:
             single.committed.add(request_id)
 
-    offload.take_back = take_back
+    def most_hits(request: Request) -> int:
+        """As on the device: the last token is always computed, and what is rewritten is nobody else's."""
+        if not manager.enable_caching or request.skip_reading_prefix_cache or request.resumable:
+            return 0
+        most, plan = request.num_tokens - 1, getattr(single, "plans", {}).get(request.request_id)
+        if plan is None:
+            return most
+        return min(most, plan.first) if single.policy.uses_hits(plan) else 0
+
+    offload.take_back, offload.prefix.most_hits = take_back, most_hits

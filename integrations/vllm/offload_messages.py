@@ -28,13 +28,17 @@ class Orders(KVConnectorMetadata):
 
 
 class Answer(NamedTuple):
-    """How many ranks have answered, and why one could not do it; "" if all could."""
+    """Which ranks have answered, one bit each, and why one could not do it; "" if all of these could.
+
+    A worker says 1, as if it were rank 0; on its way out its bit is put in place (`Word.of_rank`). So an answer that
+    comes twice counts once.
+    """
 
     ranks: int
     why_not: str = ""
 
     def and_also(self, other: Answer) -> Answer:
-        return Answer(self.ranks + other.ranks, self.why_not or other.why_not)
+        return Answer(self.ranks | other.ranks, self.why_not or other.why_not)
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,14 @@ class Word(KVConnectorWorkerMetadata):
     stores: Mapping[int, Answer] = field(default_factory=dict)
     loads: Mapping[int, Answer] = field(default_factory=dict)
 
+    def of_rank(self, rank: int) -> Word:
+        """A worker's own word, as that of this rank."""
+        return Word(
+            *({key: Answer(1 << rank, a.why_not) for key, a in said.items()} for said in (self.stores, self.loads))
+        )
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Word:
-        """The word of one rank more."""
+        """The words of more ranks."""
         if not isinstance(other, Word):
             raise TypeError(f"a word of {type(other).__name__} is none of the offload connector's")
         return Word(_both(self.stores, other.stores), _both(self.loads, other.loads))

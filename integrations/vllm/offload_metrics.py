@@ -16,15 +16,21 @@ HIT_TOKENS = Counter(
     "level",
     ("device", "host"),
 )
+PREFIX_TOKENS = Counter(
+    "offload_prefix_hit_tokens",
+    "Tokens of requests that begin which were found in the prefix cache, by level.",
+    "level",
+    ("device", "host"),
+)
 RESTORES = Counter("offload_restores", "Preempted requests that came back with pages from the host.")
 LOST_BLOCKS = Counter("offload_lost_blocks", "KV cache blocks of preempted requests that have to be computed again.")
 FALLBACKS = Counter(
     "offload_fallbacks",
-    "Preempted requests that are computed again, by reason.",
+    "Preempted requests, and prefixes on the host, that are computed again, by reason.",
     "reason",
     tuple(reason.name.lower() for reason in Reason),
 )
-OFFLOADING = (COPIED_BYTES, HIT_TOKENS, RESTORES, LOST_BLOCKS, FALLBACKS)
+OFFLOADING = (COPIED_BYTES, HIT_TOKENS, PREFIX_TOKENS, RESTORES, LOST_BLOCKS, FALLBACKS)
 
 
 class Sent:
@@ -41,6 +47,8 @@ class Sent:
             (COPIED_BYTES, "from_host", now.loaded_bytes - before.loaded_bytes),
             (HIT_TOKENS, "device", now.device_tokens - before.device_tokens),
             (HIT_TOKENS, "host", now.host_tokens - before.host_tokens),
+            (PREFIX_TOKENS, "device", now.prefix_device_tokens - before.prefix_device_tokens),
+            (PREFIX_TOKENS, "host", now.prefix_host_tokens - before.prefix_host_tokens),
             (RESTORES, "", now.restores - before.restores),
             (LOST_BLOCKS, "", now.lost_pages - before.lost_pages),
             *((FALLBACKS, r.name.lower(), n - before.fallbacks[r]) for r, n in now.fallbacks.items()),

@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, fields, replace
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from kvcompile import host_memory
 from kvcompile.config import OffloadConfig, Resolved, UsageError, resolve
-from kvcompile.integrations.vllm import checks
+from kvcompile.integrations.vllm import checks, compat_offload
 from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR, OFFLOADING_SCHEDULER, offloads
 from kvcompile.presets import NAME
 
+logger = init_logger("vllm.kvcompile")
+
 _FLAG = "--kv-transfer-config"
+_ALLOCATOR, _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _KEYS = tuple(field.name for field in fields(OffloadConfig) if field.name != "enabled")
 # What the flag may say beside them. Of a load that fails the request is computed again, whatever the policy.
 _OF_FLAG = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy", "engine_id")
@@ -67,10 +73,16 @@ def apply(args: EngineArgs, config: OffloadConfig, notes: dict[str, str], *, our
     if not config.enabled:
         notes["offload"] = "offload.enabled=false"
         return
+    missing = compat_offload.missing()
     reasons = {
+        f"vLLM has no {', '.join(missing)}": bool(missing),
         "attention is not kvcompile's": not our_attention,
-        "not on a GPU in this version": not current_platform.is_cpu(),
-        "more than one rank: not in this version": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
+        # It gives the cache's memory away, which a copy on a stream of its own may still be using.
+        "--enable-sleep-mode: not with offload on a GPU": args.enable_sleep_mode and not current_platform.is_cpu(),
+        f"{_ALLOCATOR} has {_EXPANDABLE}, which vLLM allows with no KV connector": _EXPANDABLE
+        in os.environ.get(_ALLOCATOR, ""),
+        # What a block takes is another number on each stage, and who has copied it would be known a stage at a time.
+        "--pipeline-parallel-size given: no stage has all layers of a block": args.pipeline_parallel_size > 1,
         "--scheduler-cls given": args.scheduler_cls is not None,
         "another KV connector is configured": args.kv_transfer_config is not None and not by_flag,
     }
@@ -92,7 +104,7 @@ def apply(args: EngineArgs, config: OffloadConfig, notes: dict[str, str], *, our
 
 
 def let_scheduler_offload(config: VllmConfig, options: OffloadConfig) -> None:
-    """Once vLLM has its scheduler and its cache. Raises UsageError for a host pool that holds no block."""
+    """Once vLLM has its scheduler and its cache. Raises UsageError for a host pool of no use."""
     if not offloads(config):
         return
     if config.scheduler_config.scheduler_cls is None:
@@ -102,4 +114,23 @@ def let_scheduler_offload(config: VllmConfig, options: OffloadConfig) -> None:
         raise UsageError(
             f"offload.cpu_bytes_to_use is {options.cpu_bytes_to_use}, and one block of this model takes {page} bytes; "
             "give at least that, for a useful pool many times as much"
+        )
+    _refuse_more_than_there_is(config, options)
+
+
+def _refuse_more_than_there_is(config: VllmConfig, options: OffloadConfig) -> None:
+    """Now: memory is taken when it is first written to, and who then takes too much is killed while it serves."""
+    parallel = config.parallel_config
+    pools = parallel.local_world_size * parallel.data_parallel_size_local
+    wanted = options.cpu_bytes_to_use * pools
+    try:
+        available = host_memory.read().available
+    except OSError as error:
+        logger.debug("how much memory this machine has is not known: %s", error)
+        return
+    if wanted > available:
+        raise UsageError(
+            f"offload.cpu_bytes_to_use is {options.cpu_bytes_to_use}, for {pools} worker{'s' * (pools > 1)} on this "
+            f"machine {wanted} bytes, and {available} bytes of its memory are available; give at most "
+            f"{available // pools}, and leave some for the model, or end what else takes memory"
         )

@@ -1,8 +1,10 @@
 """The scheduler's hooks of offload: save a request before its blocks are given up, back up those that may be next.
 
 _preempt_request()         what is not on the host yet is pinned and copied; the rest is free at once
-_build_kv_connector_meta() when few blocks are free: copies ahead of need, of pages that no step can change any more
-schedule()                who is back and keeps the only one that could run from its blocks gives them up again
+_build_kv_connector_meta() when few blocks are free: copies ahead of need, of pages that no step can change any more;
+                           when there are enough: of what has ended, for requests that begin alike
+schedule()                 the victim is one that gives a block at once, if there is one: else vLLM would take a second;
+                           who is back and keeps the only one that could run from its blocks gives them up again
 update_from_output()       requests whose pages did not come back are computed again
 """
 
@@ -36,6 +38,7 @@ class Offloading(Counting):
     """Stands before a scheduler class, and before `Pruning`, in the method resolution order."""
 
     connector: KVCompileOffload
+    orders_victims = False  # whether the class behind has them last by itself
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,15 +56,36 @@ class Offloading(Counting):
         """The running requests, the next to be preempted first."""
         if self.policy == SchedulingPolicy.PRIORITY:
             return sorted(self.running, key=lambda request: (request.priority, request.arrival_time), reverse=True)
-        return reversed(self.running)
+        return sorted(reversed(self.running), key=self.gives_a_block, reverse=True)
+
+    def gives_a_block(self, request: Request) -> bool:
+        """Whether preempting it frees one in the same step: a block that has no copy yet is held until it has one."""
+        blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        pages = self.offload.books.copied_pages(request.request_id)
+        return any(blocks[page].ref_cnt == 1 for page in pages)
 
     def schedule(self) -> SchedulerOutput:
         for load in self.offload.overdue():
             self._go_on_without(load)
-        output = super().schedule()
-        if not (output.num_scheduled_tokens or self.running or self.offload.waiting):
+        output = self._schedule()
+        if not (output.num_scheduled_tokens or self.running or self.offload.transfers.waiting):
             self._make_way()
         return output
+
+    def _schedule(self) -> SchedulerOutput:
+        """vLLM's own, with the victims last: it takes the last one, and a further one if that has freed nothing."""
+        enough = self.kv_cache_manager.block_pool.get_num_free_blocks() >= self._most_blocks()
+        if enough or self.orders_victims or self.policy == SchedulingPolicy.PRIORITY:
+            return super().schedule()
+        order = {request: place for place, request in enumerate(self.running)}
+        self.running = list(self.likely_victims())[::-1]
+        output = super().schedule()
+        self.running.sort(key=lambda request: order.get(request, len(order)))
+        return output
+
+    def _most_blocks(self) -> int:
+        """That a step can take, at most."""
+        return len(self.running) + self.max_num_scheduled_tokens // self.block_size
 
     def _make_way(self) -> None:
         """For the first who waits, if nobody can run: vLLM looks no further than at one for whom blocks are too few.
@@ -70,14 +94,19 @@ class Offloading(Counting):
         """
         for request in (*self.waiting, *self.skipped_waiting):
             if self.kv_cache_manager.get_blocks(request.request_id).blocks[0] and self._is_back(request):
-                if request.num_computed_tokens:
-                    self._save(request)
+                if request.num_computed_tokens and request.num_preemptions:
+                    self._save(request)  # the others hold what the host has for anybody
                 self._give_back(request)
         self.on_release()
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         pool = self.kv_cache_manager.block_pool
-        if pool.get_num_free_blocks() < self._offload_config.lazy_gpu_free_trigger * (pool.num_gpu_blocks - 1):
+        enough = self._offload_config.lazy_gpu_free_trigger * (pool.num_gpu_blocks - 1)
+        if (free := pool.get_num_free_blocks()) >= enough:
+            if not self.offload.why_off:  # and what is copied is held for a step or two
+                spare = int(free - max(enough, self._most_blocks()))
+                self.offload.prefix.copy_ended(min(self._backup_pages, spare))
+        else:
             # What was found in the prefix cache by those that begin now may be computed in this very step.
             begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}
             self._back_up(begin | scheduler_output.scheduled_cached_reqs.resumed_req_ids)
@@ -135,7 +164,7 @@ class Offloading(Counting):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         self._sent.to(self.tally)
-        self.offload.step_ended()
+        self.offload.transfers.step_ended()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         failed, self.connector.failed = self.connector.failed, []
         for load in failed:
@@ -163,7 +192,7 @@ class Offloading(Counting):
 
     def has_finished_requests(self) -> bool:
         # An answer that frees blocks comes with a step only.
-        return super().has_finished_requests() or self.offload.waiting
+        return super().has_finished_requests() or self.offload.transfers.waiting
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         self.offload.forget_all()
@@ -179,7 +208,8 @@ class Offloading(Counting):
 
     def _is_back(self, request: Request) -> bool:
         """Of one that waits: whether what it was loaded has come, well or not. Whoever waits for nothing counts too."""
-        return request.request_id in self.finished_recving_kv_req_ids or request.status == RequestStatus.PREEMPTED
+        waits_for_nothing = request.status in (RequestStatus.PREEMPTED, RequestStatus.WAITING)
+        return waits_for_nothing or request.request_id in self.finished_recving_kv_req_ids
 
     def _give_back(self, request: Request) -> None:
         """All that it holds; it comes back anew."""

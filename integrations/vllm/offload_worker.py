@@ -1,24 +1,31 @@
 """The worker's half of the offload connector: does what it is told, and says of each page and request whether it could.
 
-It keeps what every slot holds: the tag under which it was written, and a checksum. A slot is loaded only if both are
-what they were.
+It keeps what every slot holds: the tag under which it was written, and a checksum. A slot of another tag is not loaded;
+of one whose checksum is another once it has been, that is the answer, and its request does not run on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from kvcompile.integrations.vllm.offload_copies import Copies, pages_of
+from kvcompile.integrations.vllm.offload_copies import COPY_FAILED, Copies, CPUCopies, Ended, pages_of
+from kvcompile.integrations.vllm.offload_copies_cuda import CUDACopies
 from kvcompile.integrations.vllm.offload_messages import NO_POOL, Answer, Move, Orders, Word
 
 logger = init_logger("vllm.kvcompile")
 
-COPY_FAILED, STALE, CORRUPT = "copy_failed", "stale", "checksum"  # beside NO_POOL, why a worker could not
+STALE, CORRUPT = "stale", "checksum"  # beside NO_POOL and COPY_FAILED, why a worker could not
 
 MakeCopies = Callable[[Sequence[torch.Tensor], int], Copies]
+
+
+def copies_of_platform() -> MakeCopies:
+    return CPUCopies if current_platform.is_cpu() else CUDACopies
 
 
 class OffloadWorker:
@@ -29,7 +36,8 @@ class OffloadWorker:
         self._copies: Copies | None = None
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (tag, checksum)
         self._stores: dict[int, tuple[Move, ...]] = {}  # by batch
-        self._loads: dict[int, tuple[int, ...]] = {}  # numbers of requests, by batch
+        # By batch and number: the checksums that its pages had.
+        self._loads: dict[int, dict[int, list[int]]] = {}
         self._said_stores: dict[int, Answer] = {}  # since the word before
         self._said_loads: dict[int, Answer] = {}
 
@@ -83,25 +91,33 @@ class OffloadWorker:
             logger.warning_once("a copy from the host failed: %s", error)
             _answer(self._said_loads, good, COPY_FAILED)
             return
-        self._loads[batch] = tuple(good)
+        self._loads[batch] = {number: [self._held[move.slot][1] for move in each] for number, each in good.items()}
 
     def _wrong(self, move: Move) -> str:
         """Why a slot cannot be loaded; "" if it can."""
         if self._copies is None:
             return NO_POOL
-        tag, checksum = self._held.get(move.slot, (None, 0))
-        if tag != move.tag:
-            return STALE
-        return "" if self._copies.checksum(move.slot) == checksum else CORRUPT
+        tag, _ = self._held.get(move.slot, (None, 0))
+        return "" if tag == move.tag else STALE
 
     def _note_ended(self) -> None:
-        for batch, why_not in self._copies.ended() if self._copies else ():
-            if (moves := self._stores.pop(batch, None)) is not None:
-                if not why_not:
-                    self._held |= {move.slot: (move.tag, self._copies.checksum(move.slot)) for move in moves}
-                _answer(self._said_stores, (move.tag for move in moves), why_not)
+        for ended in self._copies.ended() if self._copies else ():
+            if (moves := self._stores.pop(ended.batch, None)) is not None:
+                self._note_stored(moves, ended)
             else:
-                _answer(self._said_loads, self._loads.pop(batch), why_not)
+                self._note_loaded(self._loads.pop(ended.batch), ended)
+
+    def _note_stored(self, moves: tuple[Move, ...], ended: Ended) -> None:
+        if not ended.why_not:
+            for move, checksum in zip(moves, ended.checksums, strict=True):
+                self._held[move.slot] = move.tag, checksum
+        _answer(self._said_stores, (move.tag for move in moves), ended.why_not)
+
+    def _note_loaded(self, wanted: dict[int, list[int]], ended: Ended) -> None:
+        found = iter(ended.checksums)
+        for number, checksums in wanted.items():
+            corrupt = not ended.why_not and checksums != list(islice(found, len(checksums)))
+            _answer(self._said_loads, [number], CORRUPT if corrupt else ended.why_not)
 
     def take_word(self) -> Word | None:
         """What has ended since the last call; None if nothing has."""

@@ -20,10 +20,10 @@ def plan(candidates: Iterable[Candidate], books: Books, most_requests: int, most
     """(request, page) to copy now: of the likeliest victims, which come first, the coldest pages, which do.
 
     Requests whose pages all have a copy cost nothing and do not count among most_requests. A host pool that is full
-    takes nothing: what it holds is worth as much.
+    takes nothing but the slots of requests that have ended: what else it holds is worth as much.
     """
     chosen: list[tuple[str, int]] = []
-    most_pages = min(most_pages, books.pool.free)
+    most_pages = min(most_pages, books.room)
     for candidate in candidates:
         if most_requests == 0 or len(chosen) >= most_pages:
             break

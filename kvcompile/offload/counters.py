@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Reason(enum.Enum):
-    """Why a preempted request is computed again."""
+    """Why a preempted request, or a prefix that is on the host, is computed again."""
 
     HOST_FULL = "the host pool is full of other preempted requests"
     PRUNE_PENDING = "its prompt was about to be pruned"
@@ -19,17 +19,23 @@ class Reason(enum.Enum):
     NO_POOL = "a worker has no host pool"
     SWITCHED_OFF = "nothing is restored since a worker has not answered"
     RESET = "the prefix cache was reset"
+    PREFIX_NOT_LOADED = "what another request had left on the host could not be copied back"
 
 
 @dataclass
 class Counters:
-    """page_bytes: of all layers. lost_pages: given up by a preemption with no copy, and computed again."""
+    """page_bytes: of all layers. lost_pages: given up by a preemption with no copy, and computed again.
+
+    device_tokens, host_tokens: of preempted requests that come back. prefix_*: of those that begin.
+    """
 
     page_bytes: int
     stored_pages: int = 0
     loaded_pages: int = 0
     device_tokens: int = 0
     host_tokens: int = 0
+    prefix_device_tokens: int = 0
+    prefix_host_tokens: int = 0
     restores: int = 0
     lost_pages: int = 0
     fallbacks: Counter[Reason] = field(default_factory=Counter)
@@ -47,7 +53,12 @@ class Counters:
         self.device_tokens += device
         self.host_tokens += host
 
+    def prefix_hit(self, *, device: int, host: int) -> None:
+        """A request that begins has found so many of its tokens on each level."""
+        self.prefix_device_tokens += device
+        self.prefix_host_tokens += host
+
     def fell_back(self, reason: Reason, pages: int) -> None:
-        """A preempted request is computed again, all these pages of it."""
+        """Something is computed again: of a preempted request, which gave them up, all these pages."""
         self.fallbacks[reason] += 1
         self.lost_pages += pages

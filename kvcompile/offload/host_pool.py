@@ -1,16 +1,18 @@
-"""The slots of the host pool: each is free, or holds one page of one request's KV cache.
+"""The slots of the host pool: each is free, or holds one page of KV cache.
 
     FREE -> FILLING -> READY <-> READING
               |          |          |
               +----------+----------+--> FREE
 
 A slot that is being written or read is never given to somebody else: released then, it is free once the copy has ended.
+Several may read it at once.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -26,16 +28,20 @@ class State(enum.Enum):
 class Copy:
     """One page in one slot.
 
-    tag: names this content, no other copy ever has it. page: column of the owner's block table; positions [page *
-    block_size, end). dropped: nobody wants it any more, though it is still being written or read.
+    tag: names this content, no other copy ever has it. owner: the request whose page it is; None: it is kept for
+    whoever begins with the same tokens. page: column of a block table; positions [page * block_size, end). key: names
+    what a full page holds by the tokens up to its end, so that others find it; None: nobody else may use it. dropped:
+    nobody wants it any more, though it is still being written or read.
     """
 
     slot: int
     tag: int
-    owner: str
+    owner: str | None
     page: int
     end: int
+    key: Hashable = None
     state: State = State.FILLING
+    readers: int = 0
     dropped: bool = False
 
 
@@ -54,12 +60,12 @@ class HostPool:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, owner: str, page: int, end: int) -> Copy | None:
+    def take(self, owner: str | None, page: int, end: int, key: Hashable = None) -> Copy | None:
         """A slot to be filled with this page; None if there is none."""
         if not self._free:
             return None
         self._tags += 1
-        copy = Copy(self._free.pop(), self._tags, owner, page, end)
+        copy = Copy(self._free.pop(), self._tags, owner, page, end, key)
         self._copies[copy.slot] = copy
         return copy
 
@@ -71,11 +77,15 @@ class HostPool:
             self._give_back(copy)
 
     def begin_read(self, copy: Copy) -> None:
-        self._expect(copy, State.READY)
+        self._expect(copy, State.READY, State.READING)
         copy.state = State.READING
+        copy.readers += 1
 
     def end_read(self, copy: Copy) -> None:
         self._expect(copy, State.READING)
+        copy.readers -= 1
+        if copy.readers:
+            return
         copy.state = State.READY
         if copy.dropped:
             self._give_back(copy)
@@ -92,8 +102,8 @@ class HostPool:
         del self._copies[copy.slot]
         self._free.append(copy.slot)
 
-    def _expect(self, copy: Copy, state: State) -> None:
-        if self._copies.get(copy.slot) is not copy or copy.state is not state:
+    def _expect(self, copy: Copy, state: State, *others: State) -> None:
+        if self._copies.get(copy.slot) is not copy or copy.state not in (state, *others):
             raise ValueError(f"{copy} is not {state.value} in this pool")
 
     def copies(self) -> list[Copy]:
@@ -106,5 +116,8 @@ class HostPool:
         assert all(copy.slot == slot for slot, copy in self._copies.items()), "a copy is in another's slot"
         held = list(self._copies.values())
         assert not [copy for copy in held if copy.dropped and copy.state is State.READY], "a dropped copy was kept"
-        twice = [key for key, n in Counter((c.owner, c.page) for c in held if not c.dropped).items() if n > 1]
+        assert all(bool(copy.readers) == (copy.state is State.READING) for copy in held), "readers are miscounted"
+        wanted = (copy for copy in held if not copy.dropped)
+        names = Counter((c.owner, c.page if c.owner is not None else c.key) for c in wanted)
+        twice = [name for name, count in names.items() if count > 1]
         assert not twice, f"pages have two copies: {twice}"

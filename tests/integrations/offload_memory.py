@@ -22,15 +22,16 @@ class SimulatedCopies(Copies):
         slots: int,
         late: Callable[[random.Random], int | None],
         fails: Callable[[random.Random], bool],
+        seed: int = 0,
     ) -> None:
         self.device, self.host = device, {slot: [] for slot in range(slots)}
-        self._late, self._fails, self._rng = late, fails, random.Random(0)
+        self._late, self._fails, self._rng = late, fails, random.Random(seed)
         self._batches, self._step = 0, 0
-        self._running: list[tuple[int, int | None, Callable[[], None], bool]] = []
+        self._running: list[tuple[int, int | None, Callable[[], list[int]], bool]] = []
         self.read: Counter[int] = Counter()  # blocks
         self.written: set[int] = set()
 
-    def _begin(self, work: Callable[[], None]) -> int:
+    def _begin(self, work: Callable[[], list[int]]) -> int:
         self._batches += 1
         wait = self._late(self._rng)
         end = None if wait is None else self._step + wait
@@ -41,10 +42,11 @@ class SimulatedCopies(Copies):
         assert not self.written & set(blocks), "a block is stored while it is loaded"
         self.read.update(blocks)
 
-        def work() -> None:
+        def work() -> list[int]:
             for block, slot in zip(blocks, slots, strict=True):
                 self.host[slot] = list(self.device[block])
             self.read.subtract(blocks)
+            return self._checksums(slots)
 
         return self._begin(work)
 
@@ -54,22 +56,21 @@ class SimulatedCopies(Copies):
         for block in blocks:
             self.device[block] = ["in flight"] * BLOCK
 
-        def work() -> None:
+        def work() -> list[int]:
             for slot, block in zip(slots, blocks, strict=True):
                 self.device[block] = list(self.host[slot])
             self.written -= set(blocks)
+            return self._checksums(slots)
 
         return self._begin(work)
 
     def ended(self) -> list[Ended]:
         done = [each for each in self._running if each[1] is not None and each[1] <= self._step]
         self._running = [each for each in self._running if each not in done]
-        for _, _, work, _ in done:
-            work()
-        return [Ended(batch, "injected" if failed else "") for batch, _, _, failed in done]
+        return [Ended(batch, "injected" if failed else "", work()) for batch, _, work, failed in done]
 
     def step(self) -> None:
         self._step += 1
 
-    def checksum(self, slot: int) -> int:
-        return hash(repr(self.host[slot]))
+    def _checksums(self, slots: Sequence[int]) -> list[int]:
+        return [hash(repr(self.host[slot])) for slot in slots]

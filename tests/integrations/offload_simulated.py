@@ -7,6 +7,7 @@ take as long as they are told and fail when they are told.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from kvcompile.integrations.vllm import metrics, replay
 from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR
 from kvcompile.integrations.vllm.integrity import check_integrity
 from kvcompile.integrations.vllm.offload_length_aware import offloading
+from kvcompile.integrations.vllm.offload_messages import Word
 from kvcompile.integrations.vllm.offload_worker import OffloadWorker
 from kvcompile.integrations.vllm.prune_scheduler import ACKNOWLEDGED, PLANS
 from kvcompile.integrations.vllm.scheduler import (
@@ -57,6 +59,31 @@ KINDS = {
 }
 
 
+class Clock:
+    """Each look at it is a second later."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+class Rank:
+    """One rank's cache and its half of the connector. copies: those of the half, if it has a host pool."""
+
+    def __init__(self, blocks: int, pool_bytes: int, make: Callable[[dict[int, Page], int], SimulatedCopies]) -> None:
+        self.device: dict[int, Page] = {block: ["never written"] * BLOCK for block in range(blocks)}
+        self.copies: SimulatedCopies | None = None
+        self.half = OffloadWorker(pool_bytes, PAGE_BYTES, lambda caches, slots: self._keep(make(self.device, slots)))
+        self.half.register({"layer": torch.zeros((2, PAGE_BYTES), dtype=torch.uint8)})
+
+    def _keep(self, copies: SimulatedCopies) -> SimulatedCopies:
+        self.copies = copies
+        return copies
+
+
 class SimulatedWorker:
     """Executes what a scheduler says, in order, and checks what it would read. refuses(rng): to prune a request."""
 
@@ -64,26 +91,22 @@ class SimulatedWorker:
         self,
         scheduler: Any,
         blocks: int,
-        make: Callable[[dict[int, Page], int], SimulatedCopies],
+        make: Callable[[int, dict[int, Page], int], SimulatedCopies],
         refuses: Callable[[random.Random], bool],
+        ranks: int,
     ) -> None:
         self.scheduler, self.pruned = scheduler, {}
         self.refuses, self._rng = refuses, random.Random(1)
-        self.device: dict[int, Page] = {block: ["never written"] * BLOCK for block in range(blocks)}
         pool_bytes = scheduler.offload.books.pool.slots * PAGE_BYTES
-        self.half = OffloadWorker(pool_bytes, PAGE_BYTES, lambda caches, slots: self._keep(make(self.device, slots)))
-        self.half.register({"layer": torch.zeros((2, PAGE_BYTES), dtype=torch.uint8)})
+        self.ranks = [Rank(blocks, pool_bytes, functools.partial(make, rank)) for rank in range(ranks)]
         self.reads = 0
         self._observed: Counter[Any] = Counter()  # of a plan: tokens whose queries were there to score by
         self.shown: Counter[str] = Counter()  # what the scheduler has sent to be shown among vLLM's metrics
 
-    def _keep(self, copies: SimulatedCopies) -> SimulatedCopies:
-        self.copies = copies
-        return copies
-
-    def execute(self, output: Any) -> tuple[Any, dict[str, int]]:
-        """The word of a step, and its acknowledgements of pruning."""
-        self.half.execute(output.kv_connector_metadata)
+    def execute(self, output: Any) -> tuple[list[Word | None], dict[str, int]]:
+        """The words of a step, of each rank, and its acknowledgements of pruning."""
+        for rank in self.ranks:
+            rank.half.execute(output.kv_connector_metadata)
         acknowledged = {}
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
@@ -102,22 +125,26 @@ class SimulatedWorker:
                     self._write(table, position, ("kept", request_id, step.plan, position))
                 acknowledged[request_id] = step.plan.epoch
                 self.pruned[request_id] = step.plan
-        if self.half._copies:
-            self.copies.step()
-        return self.half.take_word(), acknowledged
+        for rank in self.ranks:
+            if rank.copies:
+                rank.copies.step()
+        return [rank.half.take_word() for rank in self.ranks], acknowledged
 
     def _write(self, table: list[int], position: int, content: Any) -> None:
         block = table[position // BLOCK]
         if block == 0:
             return  # what inline storing does not keep
-        if not self.half._copies:
-            self.device[block][position % BLOCK] = content
+        for rank in self.ranks:
+            self._may_write(rank.copies, block)
+            rank.device[block][position % BLOCK] = content
+
+    def _may_write(self, copies: SimulatedCopies | None, block: int) -> None:
+        if copies is None:
             return
-        assert block not in self.copies.written, "a block is written while it is loaded"
-        if self.copies.read[block]:  # nobody waits any more for a copy that has taken too long, and it is never used
-            late = [each for each in self.scheduler.offload._stores.values() if each.block.block_id == block]
+        assert block not in copies.written, "a block is written while it is loaded"
+        if copies.read[block]:  # nobody waits any more for a copy that has taken too long, and it is never used
+            late = [each for each in self.scheduler.offload.transfers.stores.values() if each.block.block_id == block]
             assert late and all(each.overdue for each in late), "a block is written while it is stored"
-        self.device[block][position % BLOCK] = content
 
     def _check(self, request: Any, computed: int, table: list[int]) -> None:
         null = next((i for i, block in enumerate(table) if block), len(table))
@@ -126,12 +153,12 @@ class SimulatedWorker:
             self.pruned.pop(request.request_id)  # it is computed again
             plan = None
         for position in range(null * BLOCK, computed):
-            found = self.device[table[position // BLOCK]][position % BLOCK]
+            found = [rank.device[table[position // BLOCK]][position % BLOCK] for rank in self.ranks]
             if plan is not None and plan.first <= position < plan.tokens:
                 wanted = ("kept", request.request_id, plan, position)
             else:
                 wanted = self._computed(request, position)
-            assert found == wanted, f"{request.request_id} reads {found} at {position}, not {wanted}"
+            assert found == [wanted] * len(found), f"{request.request_id} reads {found} at {position}, not {wanted}"
             self.reads += 1
 
     @staticmethod
@@ -153,44 +180,54 @@ def simulate(
     late: Callable[[random.Random], int | None] = lambda rng: 0,
     fails: Callable[[random.Random], bool] = lambda rng: False,
     prune: bool = False,
+    inline: str = "auto",
     refuses: Callable[[random.Random], bool] = lambda rng: False,
     aborts: dict[int, int] | None = None,
     after_step: Callable[[Any], None] | None = None,
     order: str = "vllm",
     clock: Callable[[], float] | None = None,
     lose_words: Callable[[], bool] = lambda: False,
+    repeat_words: Callable[[], bool] = lambda: False,
+    ranks: int = 1,
     **fields: Any,
 ) -> tuple[Any, replay.Replay, SimulatedWorker]:
     """Scheduler, replay and worker of a trace that has been served, with the books checked after every step."""
     options = {
-        "prune": asdict(PruneConfig(enabled=prune, budget_tokens=64, window_tokens=WINDOW)),
+        "prune": asdict(PruneConfig(enabled=prune, budget_tokens=64, window_tokens=WINDOW, inline=inline)),
         "scheduler": asdict(SchedulerConfig(horizon_steps=1, reserve_ratio=0.0)),  # so that there is pressure
         "offload": asdict(OffloadConfig(enabled=True)),
     }
     config = replay.replay_config(asynchronous=asynchronous, options=options, **{**FIELDS, **fields})
+    config.parallel_config.world_size = ranks
     config.kv_transfer_config = KVTransferConfig(kv_connector=OFFLOAD_CONNECTOR, kv_role="kv_both")
     scheduler = replay.make_scheduler(config, blocks, offloading(KINDS[order, prune, asynchronous]))
     scheduler.offload.books.pool = HostPool(host_pages)
     if clock:
-        scheduler.offload._clock = clock
+        scheduler.offload.transfers.clock = clock
 
-    def copies(device: dict[int, Page], slots: int) -> SimulatedCopies:
+    def copies(rank: int, device: dict[int, Page], slots: int) -> SimulatedCopies:
         if not host_memory:
             raise RuntimeError("no memory")
-        return SimulatedCopies(device, slots, late, fails)
+        return SimulatedCopies(device, slots, late, fails, seed=rank)
 
-    worker = SimulatedWorker(scheduler, blocks, copies, refuses)
+    worker = SimulatedWorker(scheduler, blocks, copies, refuses, ranks)
     schedule, update = scheduler.schedule, scheduler.update_from_output
-    words: dict[int, Any] = {}
+    said: dict[int, Any] = {}
+    before: list[Word | None] = [None] * ranks
 
     def scheduled() -> Any:
         output = schedule()
-        words[id(output)] = worker.execute(output)
+        said[id(output)] = worker.execute(output)
         return output
 
     def told(output: Any, result: Any) -> Any:
-        word, acknowledged = words.pop(id(output))
-        word = None if lose_words() else word
+        words, acknowledged = said.pop(id(output))
+        word = None  # as vLLM's executor adds up those of all ranks
+        for rank in range(ranks):
+            heard = None if lose_words() else words[rank] and words[rank].of_rank(rank)
+            for each in (heard, before[rank] if repeat_words() else None):
+                word = word.aggregate(each) if word and each else word or each
+            before[rank] = heard
         if word or output.num_scheduled_tokens:  # as vLLM's runners do
             result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=word)
         setattr(result, ACKNOWLEDGED, acknowledged)
@@ -226,6 +263,15 @@ def mixed(requests: int, seed: int = 0, prompt: int = 200, output: int = 120) ->
     return trace
 
 
+def rounds(times: int, groups: int, prompt: int = 200, own: int = 24) -> list[Arrival]:
+    """Of each group, one request a round, when those of the round before have ended; all of a group begin alike."""
+    return [
+        Arrival(1000.0 * time, prompt - 7 * (group % 3), 6, 6, 1000 * (group + 1), prompt - own - 7 * (group % 3))
+        for time in range(times)
+        for group in range(groups)
+    ]
+
+
 def soon_or_later(rng: random.Random) -> int:
     return rng.choice((0, 1, 2, 5))
 
@@ -253,4 +299,7 @@ def assert_nothing_is_left(scheduler: Any) -> None:
     assert not scheduler.offload.books.known()
     assert not list(scheduler.offload.pins())
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    assert scheduler.offload.books.pool.free == scheduler.offload.books.pool.slots
+    books = scheduler.offload.books
+    assert books.pool.free + len(books.prefixes) == books.pool.slots, "slots are held for nobody"
+    scheduler.offload.forget_all()
+    assert books.pool.free == books.pool.slots

@@ -107,7 +107,7 @@ def test_another_connector_is_refused_with_the_int8_cache(refusal) -> None:
 
 
 def test_in_vllms_own_order_requests_are_saved_too(build) -> None:
-    config = build(additional_config=with_options(scheduler={"enabled": False}))
+    config = build(additional_config=with_options(scheduler={"enabled": False}, prune={"enabled": False}))
     assert config.scheduler_config.scheduler_cls == OFFLOADING_SCHEDULER
     pruned = build(additional_config=with_options(scheduler={"enabled": False}, prune={"enabled": True}))
     assert pruned.scheduler_config.scheduler_cls == PRUNING_SCHEDULER
@@ -136,16 +136,25 @@ def test_what_is_in_its_way_is_said_and_refused_where_it_was_asked_for_by_the_fl
     )
 
 
-def test_on_a_gpu_it_is_off_in_this_version(engine_args, monkeypatch) -> None:
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_on_a_gpu_it_is_on_unless_the_cache_may_be_taken_away(engine_args, monkeypatch, sleeps: bool) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    args, notes = engine_args(), {}
+    args, notes = engine_args(enable_sleep_mode=sleeps), {}
     offload_preset.apply(args, OffloadConfig(enabled=True), notes, our_attention=True)
-    assert notes == {"offload": "not on a GPU in this version"}
-    assert args.kv_transfer_config is None
+    assert notes == ({"offload": "--enable-sleep-mode: not with offload on a GPU"} if sleeps else {})
+    assert (args.kv_transfer_config is None) == sleeps
+
+
+def test_an_allocator_that_vllm_allows_no_connector_is_told_before_vllm_refuses_it(build, monkeypatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    config = build(additional_config=ON)
+    assert config.kv_transfer_config is None
+    why = "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which vLLM allows with no KV connector"
+    assert f"offload ({why})" in preset.startup_line(config)
 
 
 def test_a_pool_that_holds_no_block_is_refused(refusal) -> None:
-    said = refusal(additional_config=ON, block_size=4096, max_model_len=256)
+    said = refusal(additional_config=with_options(prune={"enabled": False}), block_size=4096, max_model_len=256)
     assert said.startswith("offload.cpu_bytes_to_use is 1048576, and one block of this model takes 1114112 bytes")
 
 

@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable
 
 import pytest
+from vllm.v1.request import Request
 
 from kvcompile.integrations.vllm.replay import BLOCK_TOKENS, Replay
 from kvcompile.offload.books import Life
 from kvcompile.offload.counters import Reason
+from kvcompile.prune.plan import Plan
 from kvcompile.schedule.trace import Arrival
 from tests.integrations.offload_simulated import (
     BOTH,
@@ -24,19 +26,28 @@ from tests.integrations.offload_simulated import (
 )
 
 
+class KeptPlans:
+    """Tells plans that a request has kept over a preemption from those made since."""
+
+    def __init__(self) -> None:
+        self._first_seen: dict[int, int] = {}  # epoch of a plan -> how often its request had been preempted
+
+    def of_a_life_before(self, request: Request, plan: Plan) -> bool:
+        return self._first_seen.setdefault(plan.epoch, request.num_preemptions) < request.num_preemptions
+
+
 @BOTH
 @pytest.mark.parametrize("late", [lambda rng: 0, soon_or_later], ids=["at once", "late"])
 @ORDERS
 def test_a_pruned_request_comes_back_pruned(asynchronous: bool, order: str, late: Callable[..., int]) -> None:
     trace = [Arrival(0.0, random.Random(i).randint(60, 300), 150, 150) for i in range(30)]
-    back = []
+    back, kept = [], KeptPlans()
 
     def note(run: Replay) -> None:
         scheduler = run.scheduler
         for request in scheduler.running:
-            if request.num_preemptions and request.request_id in scheduler.pruning.committed:
-                plan = scheduler.pruning.plans[request.request_id]
-                back.append(plan.epoch < request.num_preemptions)
+            if request.request_id in scheduler.pruning.committed:
+                back.append(kept.of_a_life_before(request, scheduler.pruning.plans[request.request_id]))
 
     scheduler, run, _ = simulate(
         trace,
@@ -66,12 +77,12 @@ def test_a_request_comes_back_as_it_was_stored(
     asynchronous: bool, order: str, caching: bool, refuses: Callable[..., bool], way: tuple[bool, bool]
 ) -> None:
     trace = [Arrival(0.0, random.Random(i).randint(60, 300), 100, 100) for i in range(24)]
-    back = set()  # (stored inline, pruned)
+    back, kept = set(), KeptPlans()  # (stored inline, pruned)
 
     def note(run: Replay) -> None:
         for request in run.scheduler.running:
             plan = run.scheduler.pruning.plans.get(request.request_id)
-            if plan and plan.epoch < request.num_preemptions:  # of a life before
+            if plan and kept.of_a_life_before(request, plan):
                 back.add((plan.inline, request.request_id in run.scheduler.pruning.committed))
 
     ways = {"asynchronous": asynchronous, "order": order, "enable_prefix_caching": caching, "refuses": refuses}

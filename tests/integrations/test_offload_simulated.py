@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcompile.integrations.vllm import metrics, offload_control
+from kvcompile.integrations.vllm import metrics, offload_control, offload_transfers
 from kvcompile.integrations.vllm.offload_messages import Word
 from kvcompile.integrations.vllm.replay import Replay
 from kvcompile.integrations.vllm.replay_outcome import Life
@@ -17,6 +17,7 @@ from kvcompile.schedule.trace import Arrival
 from tests.integrations.offload_simulated import (
     BOTH,
     ORDERS,
+    Clock,
     always,
     assert_all_served,
     assert_nothing_is_left,
@@ -32,17 +33,6 @@ BLOCKS = 40
 
 def sometimes_never(rng: random.Random) -> int | None:
     return None if rng.random() < 0.1 else rng.choice((0, 1, 3))
-
-
-class Clock:
-    """Each look at it is a second later."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
 
 
 @BOTH
@@ -67,7 +57,9 @@ def test_without_a_prefix_cache_all_comes_from_the_host(asynchronous: bool) -> N
     assert_all_served(run)
     assert run.outcome.recomputed_tokens == 0
     assert scheduler.offload.counters.device_tokens == 0
-    assert scheduler.offload.counters.restores == run.outcome.preemptions > 10
+    # A step in flight may end one that was just preempted.
+    assert 10 < scheduler.offload.counters.restores <= run.outcome.preemptions
+    assert not scheduler.offload.counters.fallbacks
 
 
 @BOTH
@@ -146,7 +138,7 @@ def test_a_load_that_is_never_answered_is_not_waited_for_where_nobody_runs(async
     schedulers, lost = [], []
 
     def lose() -> bool:
-        lost.extend(schedulers[0].offload._loads if schedulers else ())
+        lost.extend(schedulers[0].offload.transfers.loads if schedulers else ())
         return bool(lost)
 
     def note(run: Replay) -> None:
@@ -161,15 +153,15 @@ def test_a_load_that_is_never_answered_is_not_waited_for_where_nobody_runs(async
 
 
 def test_late_answers_give_back_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_control, "DEADLINE_S", 5.0)
-    monkeypatch.setattr(offload_control, "DEADLINE_OUTPUTS", 2)
+    monkeypatch.setattr(offload_transfers, "DEADLINE_S", 5.0)
+    monkeypatch.setattr(offload_transfers, "DEADLINE_OUTPUTS", 2)
     scheduler, run, worker = simulate(mixed(40), BLOCKS, late=lambda rng: rng.choice((0, 0, 30)), clock=Clock())
     assert_all_served(run)
     counters = scheduler.offload.counters
     assert counters.fallbacks and counters.restores
     # What is still set aside comes back with the last of the answers.
-    worker.copies._step += 100
-    scheduler.offload.heard(worker.half.take_word() or Word())
+    worker.ranks[0].copies._step += 100
+    scheduler.offload.heard(worker.ranks[0].half.take_word() or Word())
     assert scheduler.offload.why_off is None
     assert_nothing_is_left(scheduler)
 
@@ -265,7 +257,7 @@ def test_a_reset_of_the_prefix_cache_forgets_every_copy(
         steps += 1
         scheduler = run.scheduler
         waits = scheduler.finished_recving_kv_req_ids
-        if scheduler.offload._loads or not (steps % 50 == 0 or waits and len(restored) < 5):
+        if scheduler.offload.transfers.loads or not (steps % 50 == 0 or waits and len(restored) < 5):
             return
         restored.extend(waits)
         assert scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -292,12 +284,18 @@ def test_what_it_does_is_shown_among_vllms_metrics_and_each_reason_is_logged_onc
         "offload_bytes from_host": counters.loaded_bytes,
         "offload_hit_tokens device": counters.device_tokens,
         "offload_hit_tokens host": counters.host_tokens,
+        "offload_prefix_hit_tokens device": counters.prefix_device_tokens,
+        "offload_prefix_hit_tokens host": counters.prefix_host_tokens,
         "offload_restores": counters.restores,
         "offload_lost_blocks": counters.lost_pages,
         **{f"offload_fallbacks {reason.name.lower()}": n for reason, n in counters.fallbacks.items()},
     }
+    # What has come since the last token is shown with the next one.
+    scheduler._sent.to(scheduler.tally)
+    for name, by in (scheduler.tally.take() or {"counts": {}})["counts"].items():
+        worker.shown.update({f"{name} {label}".strip(): amount for label, amount in by.items()})
     assert len(counters.fallbacks) > 1
-    reasons = [given[0] for text, *given in said if text.startswith("a preempted request is computed again")]
+    reasons = [given[0] for text, *given in said if text.startswith("a request is computed again")]
     assert sorted(reasons) == sorted(reason.value for reason in counters.fallbacks)
     assert worker.shown == {name: amount for name, amount in wanted.items() if amount}
     assert {metric.name for metric in metrics.listed(scheduler.vllm_config)} == {name.split()[0] for name in wanted}
@@ -309,10 +307,13 @@ def test_five_hundred_preemptions_leave_nothing_behind() -> None:
     def note(run: Replay) -> None:
         control = run.scheduler.offload
         sizes.append(
-            len(control._stores) + len(control._loads) + len(control.books._copies) + len(control.books._shapes)
+            len(control.transfers.stores)
+            + len(control.transfers.loads)
+            + len(control.books._copies)
+            + len(control.books._shapes)
         )
 
-    scheduler, run, _ = simulate(mixed(400, 3), BLOCKS, after_step=note, late=soon_or_later)
+    scheduler, run, _ = simulate(mixed(620, 3), BLOCKS - 8, after_step=note, late=soon_or_later)
     assert_all_served(run)
     assert scheduler.offload.counters.restores >= 500
     assert max(sizes) < 200

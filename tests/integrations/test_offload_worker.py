@@ -17,11 +17,11 @@ SHAPE = kv_cache_shape(BLOCKS, 16, 2, 64)
 PAGE_BYTES = 2 * SHAPE[1] * SHAPE[2] * SHAPE[3] * SHAPE[4]  # of two layers
 
 
-def _caches(pitch_pages: int = 1) -> dict[str, torch.Tensor]:
+def _caches(pitch_pages: int = 1, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Two layers of int8 pages that lie so many pages apart."""
     made = {}
     for name in ("model.layers.0", "model.layers.1"):
-        page = torch.randint(-128, 128, (BLOCKS * pitch_pages, *SHAPE[1:]), dtype=torch.int8)
+        page = torch.randint(-128, 128, (BLOCKS * pitch_pages, *SHAPE[1:]), dtype=torch.int8, device=device)
         made[name] = page[::pitch_pages]
     return made
 
@@ -114,7 +114,7 @@ def test_a_copy_that_fails_is_said_of_every_page_of_it() -> None:
 def test_a_batch_that_ends_badly_leaves_no_page_that_could_be_loaded() -> None:
     class Bad(CPUCopies):
         def ended(self) -> list[Ended]:
-            return [Ended(batch, "lost on the way") for batch, _ in super().ended()]
+            return [ended._replace(why_not="lost on the way") for ended in super().ended()]
 
     worker = _worker(_caches(), Bad)
     assert _store(worker, Move(0, 0, 1)).stores == {1: Answer(1, "lost on the way")}
@@ -142,5 +142,7 @@ def test_a_cache_of_another_page_size_than_the_scheduler_counts_is_refused() -> 
 
 
 def test_a_page_has_been_copied_when_every_rank_has_said_so() -> None:
-    ours, theirs = Word({1: Answer(1), 2: Answer(1)}, {}), Word({1: Answer(1, "copy_failed")}, {3: Answer(1)})
-    assert ours.aggregate(theirs) == Word({1: Answer(2, "copy_failed"), 2: Answer(1)}, {3: Answer(1)})
+    ours = Word({1: Answer(1), 2: Answer(1)}, {})
+    theirs = Word({1: Answer(1, "copy_failed")}, {3: Answer(1)}).of_rank(1)
+    both = Word({1: Answer(0b11, "copy_failed"), 2: Answer(0b01)}, {3: Answer(0b10)})
+    assert ours.of_rank(0).aggregate(theirs) == both

@@ -143,6 +143,11 @@ def test_a_copy_of_which_nobody_speaks_is_set_aside_until_somebody_does() -> Non
     assert books.pool.free == 10
 
 
+def _key(rng: random.Random, page: int) -> tuple[int, int] | None:
+    """Some pages are of the same content."""
+    return rng.choice((None, (page, 0), (page, 1)))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_books_and_pool_agree_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
@@ -152,23 +157,24 @@ def test_books_and_pool_agree_whatever_happens(seed: int) -> None:
     reading: dict[str, list[Copy]] = {}
     for _ in range(600):
         name = rng.choice("abcdef")
-        action = rng.randrange(6)
+        action = rng.randrange(8)
         preempted = books.life(name) is not None
         if action == 0 and not preempted and name not in reading:
             tokens[name] = tokens.get(name, 0) + rng.randint(1, 40)
             page = rng.randrange(tokens[name] // BLOCK + 1)
             if (page + 1) * BLOCK <= tokens[name] and not books.has_copy(name, page):
                 books.reshape(name, None)
-                if copy := books.back_up(name, page):
+                if copy := books.back_up(name, page, _key(rng, page)):
                     writing.append(copy)
         elif action == 1 and not preempted and name not in reading and tokens.get(name):
-            writing += books.preempt(name, Life(tokens[name], 0)) or []
+            keys = [_key(rng, page) for page in range(tokens[name] // BLOCK)]
+            writing += books.preempt(name, Life(tokens[name], 0), keys) or []
         elif action == 2 and writing:
             books.stored(writing.pop(rng.randrange(len(writing))), well=rng.random() < 0.9)
         elif action == 3 and preempted and name not in reading:
             found = books.look_up(name, BLOCK * rng.randrange(3))
             if isinstance(found, list):
-                assert all(copy.state is State.READY and copy.owner == name for copy in found)
+                assert all(copy.state is not State.FILLING and copy.owner == name for copy in found)
                 for copy in found:
                     books.pool.begin_read(copy)
                 reading[name] = found
@@ -182,6 +188,15 @@ def test_books_and_pool_agree_whatever_happens(seed: int) -> None:
         elif action == 5 and rng.random() < 0.2:
             books.drop(name)
             tokens.pop(name, None)
+        elif action == 6 and rng.random() < 0.3:
+            books.finish(name, [_key(rng, page) for page in range(rng.randrange(4))])
+            tokens.pop(name, None)
+        elif action == 7:
+            page = rng.randrange(4)
+            if (key := _key(rng, page)) and (copy := books.keep(page, key)):
+                writing.append(copy)
+            if rng.random() < 0.2:
+                books.distrust(books.prefixes.run([(0, 1), (1, 1)]))
         books.check_integrity()
     for copy in writing:
         books.stored(copy, well=True)
@@ -190,4 +205,5 @@ def test_books_and_pool_agree_whatever_happens(seed: int) -> None:
             books.pool.end_read(copy)
     for name in books.known():
         books.drop(name)
+    books.drop_prefixes()
     assert books.pool.free == books.pool.slots
