@@ -87,8 +87,13 @@ def check_target(option: str, path: Path | None) -> None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write the record whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 

@@ -3,127 +3,240 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.tools.fake_served import Fake, install
 
 from kvcompile.cli import main
 from kvcompile.config import UsageError
-from kvcompile.tools import bench_cuda, bench_serve, model_shapes
-from kvcompile.tools.bench_serve import SYSTEMS, Case
+from kvcompile.tools import bench_serve, model_shapes, serve_gpus, serve_memory, serve_options
 from kvcompile.tools.serve_engine import Served
+from kvcompile.tools.serve_systems import SYSTEMS
 
-FACTS = {"blocks": 100, "block_size": 16, "backend": None, "graphs": "FULL_AND_PIECEWISE", "asynchronous": True}
 ARGUMENTS = ["bench", "serve", "llama-3.2-1b", "--grid", "8:5,16:3", "--requests", "4", "--runs", "2"]
-
-
-class Fake:
-    """An engine that answers at once and notes what it was asked, and when."""
-
-    asked: list[tuple[str, Any]] = []
-    facts_of: dict[str, Any] = {}
-
-    def __init__(self, name: str, model: Path, arguments: dict[str, Any], log: Path) -> None:
-        self.name, self.arguments = name, arguments
-        assert (model / "config.json").is_file() and arguments["load_format"] == "dummy"
-        self.asked.append((name, "start"))
-
-    def facts(self) -> dict[str, Any]:
-        return {**FACTS, **SYSTEMS[self.name].expected, **self.facts_of}
-
-    def run(self, prompt: int, output: int, requests: int, seed: int) -> dict[str, Any]:
-        self.asked.append((self.name, (prompt, output, requests, seed)))
-        seconds = 2.0 if self.name == "vllm-bf16" else 1.0
-        return {"seconds": seconds, "ttft": [0.1, 0.2, 0.3, 0.4], "tpot": [0.01] * 4, "preemptions": seed}
-
-    def close(self) -> None:
-        self.asked.append((self.name, "close"))
+TWO = ["--systems", "vllm-bf16,kvcompile/kv8"]
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    Fake.asked, Fake.facts_of = [], {}
-    monkeypatch.setattr(bench_cuda, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(bench_serve, "Served", Fake)
-    return Fake
+    return install(monkeypatch)
+
+
+def starts_and_ends() -> list[tuple[str, str]]:
+    return [(name, what) for name, what in Fake.asked if isinstance(what, str)]
 
 
 def test_the_record_has_every_case_and_system(
     fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*ARGUMENTS, "--json", str(tmp_path / "x.json")]) == 0
-    rows = {(r["case"], r["system"], r["metric"]): r for r in json.loads((tmp_path / "x.json").read_text())["rows"]}
-    assert rows["KV cache", "vllm-bf16", "blocks"]["median"] == 100
+    assert main([*ARGUMENTS, *TWO, "--json", str(tmp_path / "x.json")]) == 0
+    written = json.loads((tmp_path / "x.json").read_text())
+    rows = {(r["case"], r["system"], r["metric"]): r for r in written["rows"]}
+
+    def median(system: str, metric: str, case: str = "16->3") -> float:
+        return rows[case, system, metric]["median"]
+
+    assert (median("vllm-bf16", "output_throughput", "8->5"), median("kvcompile/kv8", "output_throughput")) == (10, 12)
+    assert median("vllm-bf16", "total_throughput", "8->5") == 4 * 13 / 2
+    assert [median("kvcompile/kv8", f"ttft_{kind}") for kind in ("mean", "p50", "p99")] == [0.25, 0.2, 0.4]
+    assert [median("kvcompile/kv8", f"tpot_{kind}") for kind in ("mean", "p50", "p99")] == [10, 10, 10]
+    assert rows["16->3", "kvcompile/kv8", "preemptions"]["max"] == 1
+    assert (median("vllm-bf16", "peak_blocks"), median("vllm-bf16", "peak_running")) == (40, 4)
+    assert {r["runs"] for (case, *_), r in rows.items() if case not in ("KV cache", "memory")} == {2}
     assert (
-        rows["8->5", "vllm-bf16", "output_throughput"]["median"] == 10
-        and rows["8->5", "kvcompile/kv8", "output_throughput"]["median"] == 20
+        written["systems"]["kvcompile/kv8"]["gpu"] == 0 and written["systems"]["kvcompile/kv8"]["attention"] == "CUSTOM"
     )
-    assert (
-        rows["16->3", "kvcompile/kv8", "ttft_mean"]["median"] == 0.25
-        and rows["16->3", "kvcompile/kv8", "ttft_worst"]["median"] == 0.4
-    )
-    assert (
-        rows["16->3", "kvcompile/kv8", "tpot_mean"]["median"] == 10
-        and rows["16->3", "kvcompile/kv8", "preemptions"]["max"] == 1
-    )
-    assert {row["runs"] for (case, *_), row in rows.items() if case != "KV cache"} == {2}
-    assert "2.00x" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2.00x" in said and "vllm-bf16 served all requests at once, without preemption, in: no case." in said
+
+
+def test_weights_and_cache_of_every_system_add_up_to_the_total(fake: type[Fake], tmp_path: Path) -> None:
+    assert main([*ARGUMENTS, "--total-gib", "10", "--json", str(tmp_path / "x.json")]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    of = {(r["system"], r["metric"]): r["median"] for r in rows if r["case"] == "memory"}
+    names = [name for name, system in SYSTEMS.items() if not system.named]
+    assert [name for name in SYSTEMS if (name, "kv") in of] == names
+    assert all(of[name, "weights"] + of[name, "kv"] == pytest.approx(10, abs=1e-3) for name in names)
+    assert of["kvcompile", "kv"] > of["vllm-fp8", "kv"] > of["vllm-bf16", "kv"] == of["kvcompile/kv8", "kv"]
+
+
+def test_with_a_size_of_the_cache_each_system_has_that(fake: type[Fake]) -> None:
+    assert main([*ARGUMENTS, "--kv-gib", "2"]) == 0
+    assert {given["kv_cache_memory_bytes"] for given in fake.arguments.values()} == {2 << 30}
+
+
+def test_counted_weights_are_those_of_the_tensors() -> None:
+    config = model_shapes.SHAPES["llama-3.1-8b"]
+    linears, rest = 6_979_321_856, 2 * (2 * 128256 * 4096 + 65 * 4096) + 131072 * 128 * 2
+    assert serve_memory.weight_bytes(config, "bf16") == 2 * linears + rest
+    assert serve_memory.weight_bytes(config, "fp8") == linears + 4 * 7 * 32 + rest
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert serve_memory.weight_bytes(config, "w4a8") == linears // 2 + linears // 128 * 2 + 4 * rows + rest
+    assert (2**30 * 26) // serve_memory.block_bytes(config, "auto") == 13312
+    assert (2**30 * 26) // serve_memory.block_bytes(config, "int8_per_token_head") == 25817
+
+
+def test_each_part_alone_switches_every_other_off() -> None:
+    for name, part in {"kv8": "kv8", "w4a8": "linear", "scheduler": "scheduler"}.items():
+        options = SYSTEMS[f"kvcompile/{name}"].arguments["additional_config"]["kvcompile"]
+        assert [each for each, option in options.items() if isinstance(option, dict) and option.get("enabled")] == [
+            part
+        ]
+        assert options["passes"]["norm_quant"] is options["passes"]["swiglu_quant"] is (name == "w4a8")
+        assert options["passes"]["attention_swap"] is (name == "kv8")
 
 
 def test_one_by_one_an_engine_is_gone_before_the_next_starts(fake: type[Fake]) -> None:
-    assert main(ARGUMENTS) == 0
-    kinds = [(name, what) for name, what in fake.asked if isinstance(what, str)]
-    assert kinds == [
-        ("vllm-bf16", "start"),
-        ("vllm-bf16", "close"),
-        ("kvcompile/kv8", "start"),
-        ("kvcompile/kv8", "close"),
-    ]
+    assert main([*ARGUMENTS, *TWO]) == 0
+    assert starts_and_ends() == [(name, what) for name in TWO[1].split(",") for what in ("start", "close")]
 
 
 def test_together_they_take_turns_run_by_run(fake: type[Fake]) -> None:
-    assert main([*ARGUMENTS, "--together"]) == 0
+    assert main([*ARGUMENTS, *TWO, "--together"]) == 0
     timed = [(name, what) for name, what in fake.asked if not isinstance(what, str) and what[3] < 1000]
     assert [name for name, _ in timed] == ["vllm-bf16", "kvcompile/kv8"] * 4
     assert [what for _, what in timed[:4]] == [(8, 5, 4, 0), (8, 5, 4, 0), (8, 5, 4, 1), (8, 5, 4, 1)]
     assert [what for _, what in fake.asked[:2]] == ["start", "start"]
 
 
-def test_a_system_that_is_not_what_it_should_be_ends_it(fake: type[Fake], capsys: pytest.CaptureFixture[str]) -> None:
-    fake.facts_of = {"graphs": "NONE"}
+def test_two_gpus_work_side_by_side_on_cores_of_their_own(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    fake.meet = threading.Barrier(2)  # one alone would wait in vain
+    assert main([*ARGUMENTS, *TWO, "--gpus", "1,0", "--json", str(tmp_path / "x.json")]) == 0
+    assert fake.placed == {"vllm-bf16": ("7", (0, 1)), "kvcompile/kv8": ("4", (2, 3))}
+    systems = json.loads((tmp_path / "x.json").read_text())["systems"]
+    assert {name: facts["gpu"] for name, facts in systems.items()} == {"vllm-bf16": 1, "kvcompile/kv8": 0}
+
+
+def test_an_engine_that_ends_ends_those_of_other_gpus(fake: type[Fake], capsys: pytest.CaptureFixture[str]) -> None:
+    fake.fails = "kvcompile/kv8"
+    assert main([*ARGUMENTS, *TWO, "--gpus", "0,1"]) == 2
+    assert capsys.readouterr().err.strip().endswith("kvcompile/kv8: the engine ended: out of luck")
+    assert {name for name, what in starts_and_ends() if what == "close"} == set(TWO[1].split(","))
+
+
+def test_a_limit_of_time_leaves_no_engine_behind(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, closed, close = signal.getsignal(signal.SIGTERM), threading.Event(), Fake.close
+
+    def told_to_end(self: Fake, *_: int) -> dict[str, Any]:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert closed.wait(timeout=30)
+        raise UsageError("the engine ended")
+
+    monkeypatch.setattr(Fake, "run", told_to_end)
+    monkeypatch.setattr(Fake, "close", lambda self: (close(self), closed.set()))
+    with pytest.raises(SystemExit) as end:
+        main([*ARGUMENTS, *TWO])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert starts_and_ends() == [("vllm-bf16", "start"), ("vllm-bf16", "close")]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"graphs": "NONE"}, "vllm-bf16: graphs is NONE and not FULL_AND_PIECEWISE"),
+        ({"kvcompile": True}, "vllm-bf16: kvcompile is True and not False"),
+        ({"weight_bytes": 1 << 30}, "vllm-bf16: the engine has 1,073,741,824 bytes of weights where 2,"),
+        ({"blocks": 7}, "vllm-bf16: the engine has 7 of KV blocks where "),
+    ],
+)
+def test_a_system_that_is_not_what_it_should_be_ends_it(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], facts: dict[str, Any], message: str
+) -> None:
+    fake.facts_of = facts
     assert main(ARGUMENTS) == 2
-    assert "vllm-bf16: graphs is NONE and not FULL_AND_PIECEWISE" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert fake.asked[-1] == ("vllm-bf16", "close")
+
+
+@pytest.mark.parametrize("found", [{"pruned_tokens": 4 * 448 - 1}, {"pruned_tokens": 4 * 448, "not_pruned": 1}])
+def test_a_system_that_should_prune_and_does_not_ends_it(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], found: dict[str, int]
+) -> None:
+    fake.found_of = found
+    assert main([*ARGUMENTS, "--grid", "1000:5", "--systems", "kvcompile/prune"]) == 2
+    assert "kvcompile/prune, 1000->5: 1,79" in capsys.readouterr().err
+
+
+def test_what_pruning_did_is_in_the_record(fake: type[Fake], tmp_path: Path) -> None:
+    fake.found_of = {"pruned_tokens": 4 * 448}
+    given = ["--grid", "1000:5", "--systems", "kvcompile/prune,kvcompile/kv8", "--json", str(tmp_path / "x.json")]
+    assert main([*ARGUMENTS, *given]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    found = {(r["system"], r["metric"]): r["median"] for r in rows}
+    assert found["kvcompile/prune", "pruned_tokens"] == 1792 and found["kvcompile/prune", "resident_tokens"] == 7
+    assert ("kvcompile/kv8", "pruned_tokens") not in found
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["x"], "model x: neither a folder with a config.json nor a known shape; shapes are llama-3.1-8b"),
-        (["llama-3.1-8b", "--grid", "8"], "--grid is '8'; allowed are PROMPT:OUTPUT pairs"),
-        (["llama-3.1-8b", "--grid", "8:0"], "--grid is '8:0'; allowed are PROMPT:OUTPUT pairs"),
-        (
-            ["llama-3.1-8b", "--systems", "vllm-bf16,x"],
-            "--systems has 'x'; allowed are vllm-bf16, vllm-int8, kvcompile/kv8, kvcompile",
-        ),
-        (["llama-3.1-8b", "--runs", "0"], "--runs is 0; allowed is 1 or more"),
-        (["llama-3.1-8b", "--kv-gib", "0"], "--kv-gib is 0.0; allowed is more than 0"),
+        (["--grid", "8"], "--grid is '8'; allowed are PROMPT:OUTPUT pairs"),
+        (["--grid", "8:0"], "--grid is '8:0'; allowed are PROMPT:OUTPUT pairs"),
+        (["--grid", "8:1:0"], "--grid is '8:1:0'; allowed are PROMPT:OUTPUT pairs"),
+        (["--grid", "8:1,8:1"], "--grid is '8:1,8:1'; a case is there twice"),
+        (["--systems", "vllm-bf16,x"], "--systems has 'x'; allowed are vllm-bf16, vllm-fp8, vllm-int8, "),
+        (["--runs", "0"], "--runs is 0; allowed is 1 or more"),
+        (["--kv-gib", "0"], "--kv-gib is 0.0; allowed is more than 0"),
+        (["--plot", "x.png"], "--plot x.png: it draws SVG alone; end the name in .svg"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder does not exist"),
+        (["--total-gib", "nan"], "--total-gib is nan; allowed is more than 0"),
+        (["--kv-gib", "1", "--total-gib", "2"], "--total-gib and --kv-gib are both given"),
+        (["--total-gib", "16"], "--total-gib 16: vllm-bf16 needs 2.2"),
+        (["--kv-gib", "1"], "--kv-gib 1: vllm-bf16 needs 2.2"),
+        (["--total-gib", "137"], "GPU 0 has 140.0 GiB, and vllm-bf16, "),
+        (["--together"], "GPU 0 has 140.0 GiB, and vllm-bf16, vllm-fp8"),
+        (["--gpus", "2"], "--gpus is '2'; allowed are different numbers from 0 to 1, as in 0,1"),
+        (["--gpus", "0,00"], "--gpus is '0,00'; allowed are different numbers"),
     ],
 )
 def test_wrong_options_are_told_in_one_line(
     fake: type[Fake], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["bench", "serve", *arguments]) == 2
+    model = [] if arguments == ["x"] else ["llama-3.1-8b"]
+    try:
+        code = main(["bench", "serve", *model, *arguments])
+    except SystemExit as end:  # what argparse finds
+        code = end.code
+    assert code == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert not fake.asked
 
 
+def test_a_gpu_without_fp8_runs_all_but_that(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_gpus, "found", lambda: [((8, 6), 80 << 30)])
+    assert main(ARGUMENTS) == 0
+    assert "vllm-fp8" not in fake.arguments and "vllm-offload" in fake.arguments
+    assert main([*ARGUMENTS, "--systems", "vllm-fp8"]) == 2
+    assert "--systems has vllm-fp8: it needs compute capability 8.9, the GPU has 8.6" in capsys.readouterr().err
+
+
+def test_a_model_that_is_quantised_already_is_refused(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {**model_shapes.SHAPES["llama-3.2-1b"], "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["bench", "serve", str(tmp_path)]) == 2
+    assert "quantised by awq already, and systems quantise for themselves" in capsys.readouterr().err
+
+
 def test_cases_are_read_and_named() -> None:
-    assert [str(case) for case in bench_serve.grid("512:128,4096:512")] == ["512->128", "4096->512"]
-    assert bench_serve.grid(bench_serve.GRID)[-1] == Case(16000, 2048)
+    cases = bench_serve.grid("512:128,4096:512:8", 32)
+    assert [case.name for case in cases] == ["512->128", "4096->512 x8"] and [c.requests for c in cases] == [32, 8]
+    assert bench_serve.grid(serve_options.GRID, 32)[-1][:3] == (16000, 2048, 32)
 
 
 def test_a_folder_with_a_checkpoint_is_taken_as_it_is(tiny_llama: Path, tmp_path: Path) -> None:
@@ -134,15 +247,39 @@ def test_a_folder_with_a_checkpoint_is_taken_as_it_is(tiny_llama: Path, tmp_path
 
 @pytest.mark.timeout(600)
 def test_the_child_serves_what_it_is_asked_for_and_a_broken_one_is_told(tiny_llama: Path, tmp_path: Path) -> None:
-    arguments = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}
-    engine = Served("vllm-bf16", tiny_llama, {**arguments, "max_num_seqs": 4}, tmp_path / "log")
-    broken = Served("kvcompile/kv8", tiny_llama, {**arguments, "max_num_seqs": 0}, tmp_path / "broken.log")
+    arguments = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 192, "kv_cache_memory_bytes": 64 << 20}
+    prunes = {"kv8": {"enabled": True}, "prune": {"enabled": True, "budget_tokens": 64}}
+    ours = {
+        "compilation_config": "kvcompile",
+        "additional_config": {"kvcompile": prunes},
+        "quantization": "kvcompile_w4a8",
+        "enable_prefix_caching": False,
+        "block_size": 16,
+    }
+    engine = Served(
+        "kvcompile",
+        tiny_llama,
+        {**arguments, **ours, "max_num_seqs": 4},
+        tmp_path / "log",
+        cores=[min(os.sched_getaffinity(0))],
+    )
+    broken = Served("vllm-bf16", tiny_llama, arguments, tmp_path / "broken.log", cores=[1 << 20])
     try:
-        assert engine.facts()["blocks"] > 0
-        run = engine.run(20, 6, 3, seed=1)
-        assert len(run["ttft"]) == len(run["tpot"]) == 3 and run["preemptions"] == 0
-        assert 0 < max(run["ttft"]) <= run["seconds"]
-        with pytest.raises(UsageError, match=r"^kvcompile/kv8: the engine ended: .*Error.*; its log is .*broken.log$"):
+        facts = engine.facts()
+        config = json.loads((tiny_llama / "config.json").read_text())
+        counted = serve_memory.weight_bytes(config, "w4a8")
+        assert facts["weight_bytes"] == pytest.approx(counted, rel=0.001)
+        assert facts["blocks"] == (64 << 20) // serve_memory.block_bytes(config, "int8_per_token_head")
+        assert (facts["linears"], facts["attention"], facts["prunes"]) == ("uint8", "CUSTOM", True)
+        assert facts["cores"] == 1
+        for seed in (1, 2):  # what is counted belongs to a run alone
+            run = engine.run(160, 6, 3, seed)
+            assert len(run["ttft"]) == len(run["tpot"]) == 3 and run["preemptions"] == 0
+            assert 0 < max(run["ttft"]) <= run["seconds"]
+            # Of 160 tokens in 10 blocks 6 are released; what is written inline is in 4 blocks, the answer in one more.
+            assert (run["pruned_tokens"], run["inline_prompts"], run["not_pruned"]) == (3 * 96, 3, 0)
+            assert (run["peak_running"], run["peak_blocks"], run["resident_tokens"]) == (3, 15, 160 - 96 + 5)
+        with pytest.raises(UsageError, match=r"^vllm-bf16: the engine ended: .*Error.*; its log is .*broken.log$"):
             broken.facts()
     finally:
         engine.close()
