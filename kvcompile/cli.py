@@ -12,7 +12,7 @@ from kvcompile.arguments import Parser
 COMMANDS = {
     "demo": "serve a real model on this machine and show what kvcompile does to its KV cache",
     "bench": "measure stock vLLM and kvcompile in one run, and write a benchmark record",
-    "evaluate": "measure quality: pruning methods on generated questions, a checkpoint's perplexity",
+    "evaluate": "measure quality, in this process or served: generated questions, perplexity, LongBench",
     "doctor": "check this machine and installation, and say what would be active",
     "graph-dump": "show what the FX passes do to the graphs of a model, or compare two such dumps",
     "quantize": "make a W4A8 checkpoint (4-bit weights, int8 activations) of a Hugging Face checkpoint",

@@ -1,13 +1,17 @@
-"""`kvcompile evaluate WHAT`: quality of a checkpoint, and of what pruning leaves of its prompts."""
+"""`kvcompile evaluate WHAT`: quality of a checkpoint or of served models, and of what pruning leaves of prompts."""
 
 from __future__ import annotations
 
 import argparse
 
 from kvcompile.config import UsageError
-from kvcompile.tools import evaluate_perplexity, evaluate_retrieval
+from kvcompile.tools import evaluate_longbench, evaluate_perplexity, evaluate_retrieval
 
-_EVALUATIONS = {"retrieval": evaluate_retrieval, "perplexity": evaluate_perplexity}
+_EVALUATIONS = {
+    "retrieval": evaluate_retrieval,
+    "perplexity": evaluate_perplexity,
+    "longbench": evaluate_longbench,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

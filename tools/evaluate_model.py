@@ -6,7 +6,8 @@ those of a prompt and those that follow; positions stay natural. What a choice k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class Prompt(NamedTuple):
     query: Tensor  # [L, W, H, d], of the last W tokens, after RoPE
     keys: Tensor  # [L, G, T, d]
     values: Tensor  # [L, G, T, d]
+    logits: Tensor  # [vocabulary], of the token behind it, which pruning comes too late to change
 
     @property
     def length(self) -> int:
@@ -96,6 +98,8 @@ class PrunedModel:
         self._model = model.eval().requires_grad_(False).to(self.device)
         self.vocabulary: int = model.config.vocab_size
         self.max_tokens: int = model.config.max_position_embeddings
+        end = model.generation_config.eos_token_id
+        self._ends: list[int] = [end] if isinstance(end, int) else end or []
 
     @property
     def output_weights(self) -> list[Tensor]:
@@ -109,8 +113,9 @@ class PrunedModel:
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], window: int) -> Prompt:
         run = _Prefill(window)
-        self._hidden(torch.tensor([tokens], device=self.device), 0, run)
-        return Prompt(*(torch.stack(part) for part in zip(*run.layers, strict=True)))
+        hidden = self._hidden(torch.tensor([tokens], device=self.device), 0, run)
+        layers = (torch.stack(part) for part in zip(*run.layers, strict=True))
+        return Prompt(*layers, logits=self._model.lm_head(hidden[0, -1]))
 
     @torch.inference_mode()
     def losses(
@@ -126,6 +131,23 @@ class PrunedModel:
         wanted = ids[:, len(later) :]
         nats = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
         return logits.argmax(-1) == wanted, nats.view_as(wanted)
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, keep: Tensor, most: int, stop: Collection[int] = ()) -> list[list[int]]:
+        """Up to `most` greedy tokens for each of M choices; the model's own end, or one of `stop`, is not among them.
+
+        keep: int [L, M, G, K], positions of the prompt. As in a server, the first token is that of the whole prompt.
+        With `stop` that one is no end.
+        """
+        ends = torch.tensor(sorted({*stop, *self._ends}), dtype=torch.long, device=self.device)
+        logits = prompt.logits.index_fill(0, ends, float("-inf")) if stop else prompt.logits
+        ids = logits.argmax().expand(keep.shape[1], 1)
+        run = _Continue(prompt, keep.long())
+        while ids.shape[1] < most and not torch.isin(ids, ends).any(1).all():
+            following = self._model.lm_head(self._hidden(ids, prompt.length, run)[:, -1]).argmax(-1)
+            ids = torch.cat([ids, following[:, None]], 1)
+        stops = set(ends.tolist())
+        return [list(takewhile(lambda token: token not in stops, row)) for row in ids.tolist()]
 
     def _hidden(self, ids: Tensor, first: int, run: _Prefill | _Continue) -> Tensor:
         positions = torch.arange(first, first + ids.shape[1], device=self.device)[None]

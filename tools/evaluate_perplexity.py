@@ -1,41 +1,69 @@
-"""`kvcompile evaluate perplexity`: a checkpoint on a text, layer by layer in float32, W4A8 linears as served."""
+"""`kvcompile evaluate perplexity`: a checkpoint on a text, layer by layer in float32, W4A8 linears as served.
+
+With --endpoint served models give the log-probabilities of the same windows instead. A server prunes no prompt whose
+log-probabilities are asked for, and on a GPU a prompt attends to its own keys and values before they are quantised:
+such a figure is about weights, not about the KV cache.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from kvcompile.config import UsageError
-from kvcompile.tools import evaluate_table, record
+from kvcompile.tools import evaluate_endpoint, evaluate_report
+from kvcompile.tools.evaluate_report import Table
+from kvcompile.tools.evaluate_statistics import compared, row
 
-SUMMARY = "perplexity of a checkpoint, W4A8 or not, on a text file"
+SUMMARY = "perplexity on a text file: of a checkpoint, W4A8 or not, or of served models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a Hugging Face or W4A8 checkpoint")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of a Hugging Face or W4A8 checkpoint; with --endpoint its tokenizer",
+    )
     parser.add_argument("text", type=Path, metavar="TEXT", help="a plain text file of 512 tokens or more")
     parser.add_argument("--limit", type=int, metavar="TOKENS", help="read only so many tokens of it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    evaluate_endpoint.add_arguments(parser)
+    evaluate_report.add_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 with a table on standard output."""
-    for name in ("json", "markdown"):
-        record.check_target(f"--{name}", getattr(args, name))
-    import torch
-
-    from kvcompile.tools.checkpoint_config import config_file, read_json
-    from kvcompile.tools.evaluate_statistics import row
-    from kvcompile.tools.quantize_perplexity import WINDOW, losses, tokens_of
-    from kvcompile.tools.quantize_source import TensorFiles
+    evaluate_report.check(args)
+    from kvcompile.tools.quantize_perplexity import WINDOW
 
     if args.limit is not None and args.limit < WINDOW:
         raise UsageError(f"--limit {args.limit}; allowed is {WINDOW} or more, a window")
-    file = config_file(args.model)
-    vocabulary = read_json(file).get("vocab_size")
-    if not isinstance(vocabulary, int):
-        raise UsageError(f"{file}: vocab_size is {vocabulary!r}; allowed is a whole number; correct it")
+    if args.endpoint:
+        values = _served(args)
+        of = "served models"
+    else:
+        evaluate_endpoint.refuse_without(args, ())
+        values = _stored(args)
+        of = str(args.model)
+    rows = _rows(args.text.name, values)
+    count = min(map(len, values.values()))
+    title = f"{of} on {count} windows of {WINDOW} tokens, mean and 95 % interval"
+    tables = [Table(f"{metric}: {title}", rows, metric) for metric in ("perplexity", "nll")]
+    if len(values) > 1:
+        tables.append(Table(f"nll, paired difference from {next(iter(values))}: {title}", rows, "difference"))
+    evaluate_report.publish(args, "perplexity", rows, tables)
+    return 0
+
+
+def _stored(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Nats per token of each window, by the system "W4A8" or "as stored"."""
+    from kvcompile.tools.quantize_perplexity import losses, tokens_of
+    from kvcompile.tools.quantize_source import TensorFiles
+
+    vocabulary = _vocabulary(args.model)
     files = TensorFiles(args.model, sorted(file.name for file in args.model.glob("*.safetensors")))
     if not files.names:
         raise UsageError(f"{args.model} has no .safetensors file; give the folder of a checkpoint")
@@ -47,17 +75,45 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model}: its loss on {args.text} is not finite; the checkpoint is damaged, get it again"
         )
     system = "W4A8" if any(name.endswith(".qweight") for name in files.names) else "as stored"
-    rows = [row(args.text.name, system, "nll", "nats/token", nats.tolist())]
-    perplexity = row(args.text.name, system, "perplexity", "", nats.exp().tolist())
-    for name in ("mean", "mean_low", "mean_high"):  # of the whole text, not the mean of its windows' perplexities
-        perplexity[name] = round(torch.tensor(rows[0][name], dtype=torch.float64).exp().item(), 4)
-    rows.append(perplexity)
-    title = f"{args.model} on {len(nats)} windows of {WINDOW} tokens, mean and 95 % interval"
-    for metric in ("perplexity", "nll"):
-        record.console().print(evaluate_table.console_table(f"{metric}: {title}", rows, metric))
-    if args.markdown:
-        tables = [evaluate_table.markdown(f"{metric}: {title}", rows, metric) for metric in ("perplexity", "nll")]
-        args.markdown.write_text("\n".join(tables), encoding="utf-8")
-    if args.json:
-        record.write(args.json, record.record("perplexity", record.command(), rows, ("transformers",)))
-    return 0
+    return {system: nats.tolist()}
+
+
+def _served(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Nats per token of each window, by endpoint."""
+    from kvcompile.tools import evaluate_tokenizer
+    from kvcompile.tools.evaluate_served import in_parallel
+    from kvcompile.tools.quantize_model import windows
+    from kvcompile.tools.quantize_perplexity import WINDOW, tokens_of
+
+    concurrency, vocabulary = evaluate_endpoint.concurrency(args), _vocabulary(args.model)
+    endpoints = evaluate_endpoint.connect(args)
+    limit = evaluate_endpoint.limit(endpoints)
+    if limit is not None and limit <= WINDOW:
+        raise UsageError(
+            f"--endpoint: --max-model-len {limit} is served; needed are {WINDOW + 1}, a window and a token"
+        )
+    evaluate_tokenizer.load(args.model, endpoints)
+    tokens = windows(tokens_of(args.text, args.model, "TEXT", vocabulary, args.limit), WINDOW).tolist()
+    return {endpoint.name: in_parallel(endpoint.nats, tokens, concurrency) for endpoint in endpoints}
+
+
+def _vocabulary(model: Path) -> int:
+    from kvcompile.tools.checkpoint_config import config_file, read_json
+
+    file = config_file(model)
+    vocabulary = read_json(file).get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise UsageError(f"{file}: vocab_size is {vocabulary!r}; allowed is a whole number; correct it")
+    return vocabulary
+
+
+def _rows(case: str, values: dict[str, list[float]]) -> list[dict[str, Any]]:
+    by_case = {(case, system): nats for system, nats in values.items()}
+    rows = compared(by_case, "nll", "nats/token", next(iter(values)))
+    for mean in [each for each in rows if each["metric"] == "nll"]:
+        nats = torch.tensor(values[mean["system"]], dtype=torch.float64)
+        perplexity = row(case, mean["system"], "perplexity", "", nats.exp().tolist())
+        for name in ("mean", "mean_low", "mean_high"):  # of the whole text, not the mean of its windows' perplexities
+            perplexity[name] = round(torch.tensor(mean[name], dtype=torch.float64).exp().item(), 4)
+        rows.append(perplexity)
+    return rows

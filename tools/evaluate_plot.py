@@ -11,15 +11,18 @@ _COLOURS = ("#212529", "#0b7285", "#f08c00", "#7048e8", "#2b8a3e", "#c2255c", "#
 _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP, _LINE, _CHARACTER = 60, 60, 240, 260, 50, 18, 7
 
 
-def write(path: Path, title: str, rows: Sequence[dict[str, Any]], metric: str) -> None:
+def write(path: Path, title: str, rows: Sequence[dict[str, Any]], metric: str, before: str = "question ") -> None:
     """Write the drawing whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(draw(title, rows, metric), encoding="utf-8")
+    part.write_text(draw(title, rows, metric, before), encoding="utf-8")
     part.replace(path)
 
 
-def draw(title: str, rows: Sequence[dict[str, Any]], metric: str) -> str:
-    """An SVG of the rows of `metric`, from 0 to 1: means with their intervals. A case is "PANEL, BUDGET"."""
+def draw(title: str, rows: Sequence[dict[str, Any]], metric: str, before: str = "question ") -> str:
+    """An SVG of the rows of `metric`, from 0 to 1: means with their intervals. A case is "PANEL, BUDGET".
+
+    before: what stands before a panel's name.
+    """
     shown = [row for row in rows if row["metric"] == metric]
     systems = list(dict.fromkeys(row["system"] for row in shown))
     cases = dict.fromkeys(row["case"] for row in shown)
@@ -40,7 +43,7 @@ def draw(title: str, rows: Sequence[dict[str, Any]], metric: str) -> str:
         f'<text x="{_LEFT}" y="24" font-size="15" font-weight="600">{escape(title)}</text>',
     ]
     for index, (panel, budgets) in enumerate(panels.items()):
-        parts += _panel(_LEFT + index * (_WIDTH + _GAP), panel, budgets, systems, values)
+        parts += _panel(_LEFT + index * (_WIDTH + _GAP), before, panel, budgets, systems, values)
     for index, system in enumerate(systems):
         y = _TOP + 8 + _LINE * index
         parts.append(f'<rect x="{legend}" y="{y - 9}" width="11" height="11" fill="{_colour(index)}"/>')
@@ -49,14 +52,19 @@ def draw(title: str, rows: Sequence[dict[str, Any]], metric: str) -> str:
 
 
 def _panel(
-    left: int, panel: str, budgets: Sequence[str], systems: Sequence[str], values: dict[tuple[str, str], dict[str, Any]]
+    left: int,
+    before: str,
+    panel: str,
+    budgets: Sequence[str],
+    systems: Sequence[str],
+    values: dict[tuple[str, str], dict[str, Any]],
 ) -> list[str]:
     bottom, step = _TOP + _HEIGHT, _WIDTH / max(1, len(budgets))
 
     def y(value: float) -> float:
         return round(bottom - (_HEIGHT - 20) * value, 1)
 
-    parts = [f'<text x="{left}" y="{_TOP + 4}" font-weight="600">{escape(f"question {panel}")}</text>']
+    parts = [f'<text x="{left}" y="{_TOP + 4}" font-weight="600">{escape(f"{before}{panel}")}</text>']
     for tick in (0, 0.25, 0.5, 0.75, 1):
         parts.append(f'<line x1="{left}" x2="{left + _WIDTH}" y1="{y(tick)}" y2="{y(tick)}" stroke="#dee2e6"/>')
         parts.append(f'<text x="{left - 6}" y="{y(tick) + 4}" text-anchor="end" font-size="10">{tick:g}</text>')

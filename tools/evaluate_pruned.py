@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from kvcompile.tools.evaluate_scores import Scorer
 
 FULL = "full"  # the system that keeps everything
 _CHOICES = 16  # that one pass answers from: their kept keys and values of a layer are in memory together
+R = TypeVar("R")
 
 
 class Budget(NamedTuple):
@@ -51,21 +52,44 @@ def parse_budget(text: str) -> Budget:
     raise UsageError(f"--budget: given {text!r}, allowed a share such as 25% or a number of tokens such as 544")
 
 
+def budgets(texts: Iterable[str]) -> tuple[Budget, ...]:
+    """Each once, in the order given. Raises UsageError for what is no budget."""
+    return tuple(dict.fromkeys(map(parse_budget, texts)))
+
+
 def outcomes(
     model: PrunedModel, sample: Sample, methods: Mapping[str, Method], budgets: Sequence[Budget]
 ) -> dict[tuple[str, str], Outcome]:
-    """By (budget, system), systems being the methods' names and `FULL`.
+    """By (budget, system), systems being the methods' names and `FULL`. Raises UsageError as `by_system`."""
 
+    def forced(prompt: Prompt, keep: torch.Tensor) -> list[Outcome]:
+        first, nats = model.losses(prompt, keep, sample.later, sample.answer)
+        pairs = torch.stack([first.double().mean(1), nats.double().mean(1)], 1).tolist()
+        return [Outcome(*pair) for pair in pairs]
+
+    return by_system(model, sample.prompt, methods, budgets, forced)
+
+
+def by_system(
+    model: PrunedModel,
+    tokens: Sequence[int],
+    methods: Mapping[str, Method],
+    budgets: Sequence[Budget],
+    answer: Callable[[Prompt, torch.Tensor], list[R]],
+) -> dict[tuple[str, str], R]:
+    """Answers to the prompt `tokens` by (budget, system), systems being the methods' names and `FULL`.
+
+    answer: from a prompt and M choices of what is kept, int [L, M, G, K], one for each choice.
     Raises UsageError for a budget that is less than what a method always keeps.
     """
-    prompt = model.prefill(sample.prompt, max(method.window for method in methods.values()))
+    prompt = model.prefill(tokens, max(method.window for method in methods.values()))
     scorers = {
         window: Scorer(prompt._replace(query=prompt.query[:, -window:]), model.scale, model.output_weights)
         for window in {method.window for method in methods.values()}
     }
     scores = {name: scorers[method.window].score(method) for name, method in methods.items()}
     everything = torch.arange(prompt.length, device=model.device).expand(*prompt.keys.shape[:2], -1)
-    full = _answers(model, prompt, [everything], sample)[0]
+    full = answer(prompt, everything.unsqueeze(1))[0]
     found = {}
     for budget in budgets:
         found[budget.text, FULL] = full
@@ -80,17 +104,8 @@ def outcomes(
                     f"{method.always_kept}; give a larger budget"
                 )
         kept = [select(scores[name], method, keep).view(*prompt.keys.shape[:2], -1) for name, method in methods.items()]
-        results = _answers(model, prompt, kept, sample)
+        results: list[R] = []
+        for begin in range(0, len(kept), _CHOICES):
+            results += answer(prompt, torch.stack(kept[begin : begin + _CHOICES], 1))
         found.update({(budget.text, name): result for name, result in zip(methods, results, strict=True)})
     return found
-
-
-def _answers(model: PrunedModel, prompt: Prompt, kept: Sequence[torch.Tensor], sample: Sample) -> list[Outcome]:
-    """One for each of `kept`, int [L, G, K]."""
-    results = []
-    for begin in range(0, len(kept), _CHOICES):
-        choices = torch.stack(list(kept[begin : begin + _CHOICES]), 1)
-        first, nats = model.losses(prompt, choices, sample.later, sample.answer)
-        pairs = torch.stack([first.double().mean(1), nats.double().mean(1)], 1).tolist()
-        results += [Outcome(*pair) for pair in pairs]
-    return results

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 from kvcompile.config import UsageError
-from kvcompile.tools import evaluate_text
+from kvcompile.tools import evaluate_questions, evaluate_text
+from kvcompile.tools.evaluate_questions import Asked
 from kvcompile.tools.evaluate_tasks import TASKS, Filler, Material
 
 POSITIONS = ("last", "first", "later")
@@ -19,7 +21,8 @@ _MARKS = "\x02A\x03", "\x02B\x03"
 class Sample(NamedTuple):
     """Token ids. `prompt` is what is pruned; `later` comes after that (a turn, the reply's start); `answer` is scored.
 
-    facts: where in `prompt` each fact begins and how many tokens it has, in the task's order.
+    facts: where in `prompt` each fact begins and how many tokens it has, in the task's order. turn: how many tokens of
+    `later` are a turn; the others start the reply. wanted: texts that a good reply has; none where any may go on.
     """
 
     task: str
@@ -28,6 +31,13 @@ class Sample(NamedTuple):
     later: list[int]
     answer: list[int]
     facts: list[tuple[int, int]]
+    turn: int = 0
+    wanted: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> list[int]:
+        """What a server is given: everything before the reply, whose start a user does not write."""
+        return self.prompt + self.later[: self.turn]
 
 
 class Frame(NamedTuple):
@@ -63,10 +73,14 @@ def frame(tokenizer: Any, chat: bool) -> Frame:
 class Generator:
     """Samples of one tokenizer: a function of (task, position, length, seed) alone.
 
-    text: what the facts are hidden in, and what `copying` asks for; generated sentences without it.
+    text: what the facts are hidden in, and what `copying` asks for; generated sentences without it. questions: what
+    the task of that name asks, which there is with them alone.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None = None, chat: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, text: str | None = None, chat: bool = True, questions: Sequence[Asked] = ()
+    ) -> None:
+        self._tasks = {**TASKS, evaluate_questions.TASK: evaluate_questions.task(questions)} if questions else TASKS
         self._tokenizer = tokenizer
         self._frame = frame(tokenizer, chat)
         first = [] if chat else tokenizer("", add_special_tokens=True)["input_ids"][:1]  # a template has its own
@@ -79,7 +93,7 @@ class Generator:
         Raises UsageError if what is to be hidden does not fit.
         """
         rng = Random(f"{task} {length} {seed}")  # one context for all positions
-        material = TASKS[task](rng, self._filler)
+        material = self._tasks[task](rng, self._filler)
         head, tail, turn = self._frame
         question = material.question
         before, after = f"{head}{_INTRO}", tail
@@ -91,9 +105,10 @@ class Generator:
         room = length - len(start) - len(end)
         body, facts, cut = self._body(material, rng, room, f"{task}: a prompt of {length} tokens")
         given, answer = self._reply(material) if material.answer else self._rest(material, cut)
-        later = self._ids(f"{turn}{question}{tail}") + given if position == "later" else given
+        turn_ids = self._ids(f"{turn}{question}{tail}") if position == "later" else []
         placed = [(len(start) + at, count) for at, count in facts]
-        return Sample(task, position, start + body + end, later, answer, placed)
+        wanted = tuple(material.answers)
+        return Sample(task, position, start + body + end, turn_ids + given, answer, placed, len(turn_ids), wanted)
 
     def _body(
         self, material: Material, rng: Random, room: int, what: str

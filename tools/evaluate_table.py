@@ -1,4 +1,4 @@
-"""Rows of means as tables: on a console and as Markdown. One table per metric, a line per system, a column per case."""
+"""Rows of means as tables, on a console and as Markdown: one table per metric, systems down and cases across."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from rich.table import Table
 Rows = Sequence[dict[str, Any]]
 
 
-def console_table(title: str, rows: Rows, metric: str) -> Table:
-    systems, cases, cells = _cells(rows, metric)
+def console_table(title: str, rows: Rows, metric: str, cases_down: bool = False) -> Table:
+    lines, columns, cells = _cells(rows, metric, cases_down)
     table = Table(title=title)
-    table.add_column("system", no_wrap=True)
-    for case in cases:
-        table.add_column(case, justify="right")
-    for system in systems:
-        table.add_row(system, *(cells.get((case, system), "") for case in cases))
+    table.add_column("case" if cases_down else "system", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for line in lines:
+        table.add_row(line, *(cells.get((line, column), "") for column in columns))
     return table
 
 
-def markdown(title: str, rows: Rows, metric: str) -> str:
-    systems, cases, cells = _cells(rows, metric)
-    lines = [f"{title}", "", "| | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
-    for system in systems:
-        lines.append(f"| {system} | " + " | ".join(cells.get((case, system), "") for case in cases) + " |")
-    return "\n".join(lines) + "\n"
+def markdown(title: str, rows: Rows, metric: str, cases_down: bool = False) -> str:
+    lines, columns, cells = _cells(rows, metric, cases_down)
+    text = [f"{title}", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for line in lines:
+        text.append(f"| {line} | " + " | ".join(cells.get((line, column), "") for column in columns) + " |")
+    return "\n".join(text) + "\n"
 
 
-def _cells(rows: Rows, metric: str) -> tuple[list[str], list[str], dict[tuple[str, str], str]]:
-    """Systems, cases, and texts of "mean (low to high)", in the order of the rows."""
+def _cells(rows: Rows, metric: str, cases_down: bool) -> tuple[list[str], list[str], dict[tuple[str, str], str]]:
+    """Names of lines and of columns, and by both the texts of "mean (low to high)", in the order of the rows."""
     shown = [row for row in rows if row["metric"] == metric]
     form = "+.3f" if metric.startswith("difference") else ".3f"
+    down, across = ("case", "system") if cases_down else ("system", "case")
     cells = {
-        (row["case"], row["system"]): f"{row['mean']:{form}} ({row['mean_low']:{form}} to {row['mean_high']:{form}})"
+        (row[down], row[across]): f"{row['mean']:{form}} ({row['mean_low']:{form}} to {row['mean_high']:{form}})"
         for row in shown
     }
-    systems, cases = (list(dict.fromkeys(row[name] for row in shown)) for name in ("system", "case"))
-    return systems, cases, cells
+    lines, columns = (list(dict.fromkeys(row[name] for row in shown)) for name in (down, across))
+    return lines, columns, cells

@@ -16,16 +16,20 @@ _LOOKED_AT = 200  # sentences, for two of some length in a row
 
 
 class Material(NamedTuple):
-    """facts are placed between the pieces of `filler`, in this order; `prefix` and `answer` are the reply.
+    """facts are placed between the pieces of `filler`, in this order; `prefix` and the answers, listed, are the reply.
 
-    Without an answer the reply is how the filler goes on.
+    Without answers the reply is how the filler goes on.
     """
 
     facts: list[str]
     filler: Iterator[str]
     question: str
     prefix: str
-    answer: str
+    answers: list[str]
+
+    @property
+    def answer(self) -> str:
+        return _listed(self.answers)
 
 
 Filler = Callable[[Random], Iterator[str]]
@@ -67,7 +71,7 @@ def variables(rng: Random, filler: Filler) -> Material:
         filler(rng),
         f"Which variables have the value {value} by the assignments in the text above, directly or through another?",
         f"The variables that have the value {value}, directly or through another, are",
-        _listed([name.upper() for name in asked]),
+        [name.upper() for name in asked],
     )
 
 
@@ -98,13 +102,35 @@ def copying(rng: Random, filler: Filler) -> Material:
         text,
         f'Which sentence comes directly after "{quoted}" in the text above? Quote it.',
         f'The sentence that comes directly after "{quoted}" is:',
-        reply,
+        [reply],
+    )
+
+
+def cloze(rng: Random, filler: Filler) -> Material:
+    """The word that is left out of a sentence of the text: a question over any text whose answer is one word."""
+    text = filler(rng)
+    asked, at = next(text), []
+    for _ in range(_LOOKED_AT):
+        parts = asked.split()
+        at = [i for i, word in enumerate(parts) if i and len(word) > 5 and word.isalpha() and parts.count(word) == 1]
+        if at and 8 <= len(parts) <= 40:
+            break
+        asked = next(text)
+    parts = asked.split()
+    left_out = rng.choice(at or range(len(parts)))
+    with_gap = " ".join([*parts[:left_out], "____", *parts[left_out + 1 :]])
+    return Material(
+        [asked],
+        text,
+        f'Which word is left out of this sentence of the text above: "{with_gap}"?',
+        "The word that is left out is",
+        [parts[left_out]],
     )
 
 
 def continuation(rng: Random, filler: Filler) -> Material:
     """How the text goes on: what a language model is measured by, with its context pruned."""
-    return Material([], filler(rng), "Continue the text above.", "", "")
+    return Material([], filler(rng), "Continue the text above.", "", [])
 
 
 TASKS: dict[str, Callable[[Random, Filler], Material]] = {
@@ -116,6 +142,7 @@ TASKS: dict[str, Callable[[Random, Filler], Material]] = {
     "common-words": common_words,
     "frequent-words": frequent_words,
     "copying": copying,
+    "cloze": cloze,
     "continuation": continuation,
 }
 
@@ -135,7 +162,7 @@ def _needles(rng: Random, filler: Filler, keys: int, values: int, asked: int) ->
         filler(rng),
         f"What {verb} the special magic number{plural} for {which} mentioned in the text above?",
         f"The special magic number{plural} for {which} mentioned in the text above {verb}",
-        _listed([number for name in wanted for number in in_text[name]]),
+        [number for name in wanted for number in in_text[name]],
     )
 
 
@@ -162,7 +189,7 @@ def _counted(rng: Random, counts: dict[str, int], others: int, answer: list[str]
         filler(),
         f"Which are the three {kind} words in the text above, {order}?",
         f"The three {kind} words in the text above, {order}, are",
-        _listed(answer),
+        answer,
     )
 
 
@@ -175,4 +202,4 @@ def _merged(rng: Random, lists: list[list[str]]) -> list[str]:
 
 
 def _listed(items: list[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+    return " and ".join([*filter(None, [", ".join(items[:-1])]), *items[-1:]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvcompile.config import UsageError
+from kvcompile.tools import http_json
 
 
 class ServerError(RuntimeError):
@@ -104,22 +104,26 @@ class VllmServer:
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300) -> dict[str, Any]:
         """POST JSON, return JSON. An HTTP error raises `ServerError` with the server's own message."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"POST {path}: {error.code}: {error.read().decode(errors='replace')}") from None
-        except (urllib.error.URLError, TimeoutError) as error:
+            return http_json.ask(self.url + path, body, timeout_s)
+        except http_json.Refused as error:
+            raise ServerError(f"POST {path}: {error}") from None
+        except OSError as error:
             raise ServerError(f"POST {path}: {error}:\n{self.log_tail()}") from None
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            return answer.read().decode()
+
+    def counted(self, name: str) -> int:
+        """What all engines and labels of a counter of kvcompile's on /metrics add up to; 0 where it is not there."""
+        found = re.findall(rf"^vllm:kvcompile_{name}_total\{{.*\}} (\S+)$", self.metrics(), re.MULTILINE)
+        return int(sum(map(float, found)))
 
     def cache_info(self) -> dict[str, str]:
         """vLLM's own description of its KV cache (`vllm:cache_config_info` on /metrics): label -> value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        found = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
+        found = re.search(r"^vllm:cache_config_info\{(.*)\} ", self.metrics(), re.MULTILINE)
         if found is None:
             raise ServerError("/metrics has no vllm:cache_config_info")
         return dict(re.findall(r'(\w+)="([^"]*)"', found.group(1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 from kvcompile.config import UsageError
 from kvcompile.ops.prune import Method, pages_of, parse_method, prune_score, select
 from kvcompile.tools.evaluate_model import PrunedModel
-from kvcompile.tools.evaluate_pruned import FULL, Budget, outcomes, parse_budget
+from kvcompile.tools.evaluate_pruned import FULL, Budget, by_system, outcomes, parse_budget
 from kvcompile.tools.evaluate_samples import Sample
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {"attention_bias": False}}
@@ -21,8 +22,9 @@ PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(200)]
 
 
 def _checkpoint(folder: Path, family: str = "llama") -> Path:
-    state = sources.tensors(bias=family == "qwen2", head_norms=family == "qwen3")
-    names = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
+    # Not tied: a random model with tied embeddings says one token again and again.
+    state = sources.tensors(tied=False, bias=family == "qwen2", head_norms=family == "qwen3")
+    names = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "tie_word_embeddings": False}
     return sources.write(folder, state, **names, **FAMILIES[family])
 
 
@@ -50,6 +52,27 @@ def test_the_greedy_tokens_of_a_pruned_llama_rank_first(tmp_path: Path, name: st
     sample = _sample(answer.tokens[:1], answer.tokens[1:])
     found = outcomes(PrunedModel(folder), sample, {"method": method}, [Budget("80", tokens=80)])
     assert found["80", FULL if name == FULL else "method"].rank1 == 1
+
+
+@pytest.mark.parametrize("name", ["andpro", "robust", FULL])
+def test_generated_tokens_are_those_of_a_llama_that_keeps_the_same_tokens(tmp_path: Path, name: str) -> None:
+    folder = _checkpoint(tmp_path / "model")
+    method = parse_method("andpro" if name == FULL else name, window=32)
+    pruned = {} if name == FULL else {"kept": 80, "select": _kept_by(method)}
+    answer = Llama(folder).generate(PROMPT, 12, **pruned)
+    assert min(answer.leads) > 1e-3 and len(set(answer.tokens)) > 6
+    model = PrunedModel(folder)
+
+    def said(most: int, stop: tuple[int, ...] = ()) -> list[int]:
+        generate = partial(model.generate, most=most, stop=stop)
+        found = by_system(model, PROMPT, {"method": method}, [Budget("80", tokens=80)], generate)
+        return found["80", FULL if name == FULL else "method"]
+
+    assert said(12) == answer.tokens and said(1) == answer.tokens[:1]
+    end = answer.tokens[5]
+    assert said(12, (end,)) == answer.tokens[: answer.tokens.index(end)]
+    first = said(12, tuple(answer.tokens[:1]))  # an answer that may stop has a token all the same
+    assert first and answer.tokens[0] not in first
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from tests.tools import quantize_sources as sources
 from kvcompile import cli
 from kvcompile.tools import evaluate_run
 from kvcompile.tools.evaluate_pruned import Outcome
-from kvcompile.tools.evaluate_statistics import interval, row
+from kvcompile.tools.evaluate_statistics import compared, interval, macro_row, row
 from kvcompile.tools.prose import prose
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -173,3 +173,21 @@ def test_a_row_keeps_the_record_s_shape() -> None:
     made = row("last, 50 %", "andpro", "rank1", "share", [0.0, 1.0, 1.0])
     assert made["median"] == 1 and made["runs"] == 3 and made["mean"] == 0.6667
     assert made["mean_low"] <= made["mean"] <= made["mean_high"]
+
+
+def test_of_groups_each_counts_the_same_and_is_drawn_from_by_itself() -> None:
+    made = macro_row("all", "a", "score", "share", [[1.0] * 9, [0.0]])
+    assert (made["mean"], made["mean_low"], made["mean_high"]) == (0.5, 0.5, 0.5) and made["runs"] == 10
+    wide = macro_row("all", "a", "score", "share", [[1.0, 0.0] * 20, [0.0]])
+    assert 0.1 < wide["mean_low"] < wide["mean"] == 0.25 < wide["mean_high"] < 0.4
+
+
+def test_differences_are_of_the_same_samples() -> None:
+    values = {("last", "a"): [1.0, 0.0, 0.5], ("last", "b"): [0.5, 0.5, 0.5]}
+    rows = compared(values, "contained", "share", "a")
+    assert [(each["system"], each["metric"]) for each in rows] == [
+        ("a", "contained"),
+        ("b", "contained"),
+        ("b", "difference"),
+    ]
+    assert rows[2]["mean"] == 0 and (rows[2]["min"], rows[2]["max"]) == (-0.5, 0.5)

@@ -96,6 +96,15 @@ def test_a_copied_sentence_follows_the_quoted_one(generator: Generator, tokenize
         assert f"{quoted} {tokenizer.decode(sample.answer).strip()}" in _facts(tokenizer, sample)[0]
 
 
+def test_a_left_out_word_is_that_of_the_sentence_in_the_text(generator: Generator, tokenizer: Any) -> None:
+    for seed in range(5):
+        sample = generator.sample("cloze", "later", 600, seed)
+        gap = re.search(r'sentence of the text above: "(.*)"\?', tokenizer.decode(sample.later))[1]
+        (word,) = sample.wanted
+        assert tokenizer.decode(sample.answer).strip() == word and gap.count("____") == 1
+        assert gap.replace("____", word) == _facts(tokenizer, sample)[0]
+
+
 def test_a_continuation_is_how_the_text_goes_on(tokenizer: Any) -> None:
     text = " ".join(prose().split())
     for position in POSITIONS:
@@ -113,6 +122,18 @@ def test_the_question_stands_where_it_is_asked_for(generator: Generator, tokeniz
     assert question in tokenizer.decode(last.prompt[-40:]) and question not in tokenizer.decode(last.later)
     assert question in tokenizer.decode(first.prompt[:60]) and question not in tokenizer.decode(first.prompt[60:])
     assert question not in tokenizer.decode(later.prompt) and question in tokenizer.decode(later.later)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "continuation"])
+def test_the_texts_that_a_served_reply_must_have_are_those_of_the_answer(
+    generator: Generator, tokenizer: Any, task: str
+) -> None:
+    last, later = (generator.sample(task, position, 700, 5) for position in ("last", "later"))
+    answer = tokenizer.decode(last.answer)
+    assert last.wanted == later.wanted and last.wanted and all(text in answer for text in last.wanted)
+    assert last.asked == last.prompt
+    end = later.asked[len(later.prompt) :]
+    assert end and end == later.later[: later.turn] and later.later[later.turn :] == last.later
 
 
 def test_facts_are_spread_over_the_context(generator: Generator) -> None:

@@ -24,7 +24,7 @@ def _prompt(length: int) -> tuple[Prompt, list[torch.Tensor]]:
         reference.dequantise(reference.quantise(draw(LAYERS, KV_HEADS, length, HEAD_SIZE))).float() for _ in range(2)
     )
     weights = [torch.randn(24, HEADS * HEAD_SIZE, generator=generator) for _ in range(LAYERS)]
-    return Prompt(draw(LAYERS, WINDOW, HEADS, HEAD_SIZE), keys, values), weights
+    return Prompt(draw(LAYERS, WINDOW, HEADS, HEAD_SIZE), keys, values, torch.empty(0)), weights
 
 
 @pytest.mark.parametrize("length", [13, 61, 130])
