@@ -1,5 +1,6 @@
 """Every place where kvcompile reaches into vLLM 0.23: what to look at first when vLLM moves.
 
+What is repeated of vLLM's code, where it is too slow for a decode step, `compat_sources.py` has.
 `install` wraps vLLM's functions once per process. Each wrapper returns vLLM's own result, untouched, as long as the
 configuration at hand does not ask for kvcompile.
 """
@@ -208,14 +209,16 @@ def missing_of_scheduler() -> list[str]:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    def names(cls: type, *methods: Any) -> set[str]:
-        return {*dir(cls), *(name for method in methods for name in method.__code__.co_names)}
-
-    scheduler = names(Scheduler, Scheduler.__init__, Scheduler.schedule)
-    manager = names(KVCacheManager, KVCacheManager.__init__)
+    scheduler = names_of(Scheduler, Scheduler.__init__, Scheduler.schedule)
+    manager = names_of(KVCacheManager, KVCacheManager.__init__)
     return [name for name in _OF_SCHEDULER if name not in scheduler] + [
         name for name in _OF_CACHE_MANAGER if name not in manager
     ]
+
+
+def names_of(cls: type, *methods: Any) -> set[str]:
+    """What a class has, and what these methods of it name: attributes that they set, too."""
+    return {*dir(cls), *(name for method in methods for name in method.__code__.co_names)}
 
 
 def refuse_foreign_attention_backend() -> None:

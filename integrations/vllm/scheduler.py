@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from kvcompile.config import SchedulerConfig
 from kvcompile.integrations.vllm.active import offloads, prunes
+from kvcompile.integrations.vllm.plain_steps import PlainSteps
 from kvcompile.integrations.vllm.prune_manager import PruningCacheManager, computed_before
 from kvcompile.integrations.vllm.prune_scheduler import Pruning
 from kvcompile.integrations.vllm.schedule_queue import LengthQueue
@@ -41,7 +42,7 @@ class _AdmittingManager:
         return getattr(self._manager, name)
 
 
-class _LengthAware(Scheduler):
+class _LengthAware(PlainSteps):
     """What both schedulers share; stands before vLLM's class in the method resolution order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +89,31 @@ class _LengthAware(Scheduler):
         """Blocks that the running requests can take in one step, at most: one to decode, a chunk's to prefill."""
         chunks = sum(request.num_tokens - request.num_computed_tokens for request in self._inflight_prefills)
         return len(self.running) + min(chunks, self.max_num_scheduled_tokens) // self.block_size
+
+    def _nobody_is_admitted(self) -> bool:
+        return super()._nobody_is_admitted() or self._is_refused_again()
+
+    def _is_refused_again(self) -> bool:
+        """Whether somebody waits, and the first in line is who was refused, for whom nothing has changed since."""
+        refused = self._refused
+        return (
+            refused is not None
+            and not self.skipped_waiting
+            and not refused.num_computed_tokens
+            and bool(self.waiting)
+            and self.waiting.peek_request() is refused
+        )
+
+    def _turn_away(self) -> None:
+        if len(self.running) < self.max_num_running_reqs and self._is_refused_again():
+            # vLLM looks for its prefix, and counts that, before it asks for its blocks.
+            _, hits = self._manager.get_computed_blocks(self._refused)
+            if self._refused.prefill_stats is not None:
+                self._refused.prefill_stats.set(
+                    num_prompt_tokens=self._refused.num_prompt_tokens,
+                    num_local_cached_tokens=hits,
+                    num_external_cached_tokens=0,
+                )
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         # Called for waiting requests only: what is allocated from here on is an admission.
@@ -238,7 +264,7 @@ class PruningLengthAware(Pruning, _LengthAware):
         holding = super()._holding_of_new(request, num_new_tokens, **kwargs)
         plan = self.pruning.plans.get(request.request_id)
         computed = request.num_computed_tokens + computed_before(**kwargs)
-        if plan is None or plan.inline or computed + num_new_tokens != plan.tokens:
+        if plan is None or plan.inline or self.worker_refused or computed + num_new_tokens != plan.tokens:
             return holding
         # All that it takes from the pool but what it keeps; pages that others hold too do not come back.
         return holding._replace(pruned=holding.missing - (holding.blocks - plan.released))

@@ -11,8 +11,8 @@ def test_without_a_benchmark_the_error_names_them(capsys: pytest.CaptureFixture[
     assert main(["bench"]) == 2
     assert capsys.readouterr() == (
         "",
-        "kvcompile: error: no benchmark is given; allowed are decode, attention, w4a8, act-quant, prune, schedule, "
-        "serve; see kvcompile bench --help\n",
+        "kvcompile: error: no benchmark is given; allowed are decode, attention, w4a8, act-quant, prune, offload, "
+        "schedule, serve, host; see kvcompile bench --help\n",
     )
 
 
@@ -23,6 +23,7 @@ def test_without_a_benchmark_the_error_names_them(capsys: pytest.CaptureFixture[
         ("w4a8", "--tune-seconds"),
         ("act-quant", "--hidden"),
         ("prune", "--methods"),
+        ("offload", "--thread-blocks"),
         ("schedule", "--step-time"),
     ],
 )

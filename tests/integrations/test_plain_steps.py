@@ -1,0 +1,234 @@
+"""Plain decode steps leave everything as vLLM's own would: outputs, requests, blocks and queues, after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from kvcompile.integrations.vllm import compat_sources, replay
+from kvcompile.integrations.vllm.plain_steps import PLAIN, PlainSteps
+from kvcompile.schedule.trace import Arrival
+from tests.integrations import prune_replays
+from tests.integrations.replays import STEP, pressing, scheduler_of
+
+
+@pytest.fixture(autouse=True)
+def _equal_hashes(monkeypatch):
+    """vLLM begins each chain of block hashes at random, or where this says."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+SYNC_OR_NOT = pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+
+
+def _plain(value: Any) -> Any:
+    """What can be compared of vLLM's objects: no clock, no identity."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def _output(output: Any) -> list[Any]:
+    fields = [getattr(output, name) for name in output.__struct_fields__ if name != "events"]
+    return [_plain(field) for field in fields] + [[event.type for event in output.events or ()]]
+
+
+def _state(scheduler: Any) -> dict[str, Any]:
+    manager = scheduler.kv_cache_manager
+    (single,) = manager.coordinator.single_type_managers
+    return {
+        "step": scheduler.current_step,
+        "running": [request.request_id for request in scheduler.running],
+        "waiting": [request.request_id for request in scheduler.waiting],
+        "finished": set(scheduler.finished_req_ids),
+        "before": set(scheduler.prev_step_scheduled_req_ids),
+        "free": [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()],
+        "tables": {name: [b.block_id for b in blocks] for name, blocks in single.req_to_blocks.items() if blocks},
+        "hashes": {b.block_id: (b.block_hash, b.ref_cnt) for b in manager.block_pool.blocks if b.block_hash},
+        "cached": dict(single.num_cached_block),
+        "hits": _plain(manager.prefix_cache_stats),
+        "requests": {
+            name: (
+                request.status,
+                request.num_computed_tokens,
+                request.num_output_placeholders,
+                request.async_tokens_to_discard,
+                request.is_prefill_chunk,
+                list(request.spec_token_ids),
+                list(request.all_token_ids),
+                list(request.output_token_ids),
+                list(request.block_hashes),
+                request.stop_reason,
+                request.prefill_stats and str(vars(request.prefill_stats)),
+            )
+            for name, request in scheduler.requests.items()
+        },
+    }
+
+
+class _Record:
+    """All that a scheduler says and what it looks like after each step, while something goes on around it."""
+
+    def __init__(self, scheduler: Any, *, plain: bool) -> None:
+        assert scheduler._plain_possible
+        scheduler._plain_possible = plain
+        self.scheduler, self.said = scheduler, []
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update
+
+    def schedule(self) -> Any:
+        output = self._schedule()
+        self.said.append((_plain(output), _state(self.scheduler)))
+        return output
+
+    def update(self, output: Any, result: Any) -> Any:
+        outputs = self._update(output, result)
+        said = {
+            client: (list(map(_output, each.outputs)), each.finished_requests, _plain(each.scheduler_stats))
+            for client, each in outputs.items()
+        }
+        self.said.append((said, _state(self.scheduler)))
+        return outputs
+
+
+def _both(make: Any, serve: Any) -> PlainSteps:
+    """Serve with a scheduler whose plain steps are vLLM's own, and with another; the latter, once all is compared."""
+    records = []
+    for plain in (False, True):
+        scheduler, config = make()
+        record = _Record(scheduler, plain=plain)
+        serve(scheduler, config)
+        records.append(record)
+    stock, ours = records
+    for step, (theirs, own) in enumerate(zip(stock.said, ours.said, strict=True)):
+        assert own == theirs, f"call {step} differs"
+    assert stock.scheduler.plain_steps == 0
+    return ours.scheduler
+
+
+def _trace(seed: int, requests: int = 50) -> list[Arrival]:
+    rng = random.Random(seed)
+    lengths = [(40 + rng.randrange(200), rng.randint(1, 70), rng.choice([0, 32, 64])) for _ in range(requests)]
+    # The limit ends some of them, a stop token the others.
+    return [
+        Arrival(i * rng.choice([0.0, 0.05, 0.4]), prompt, out, rng.choice([out, 80]), rng.randrange(3) * 131, shared)
+        for i, (prompt, out, shared) in enumerate(lengths)
+    ]
+
+
+def _serve(trace: list[Arrival], aborts: dict[int, int] | None = None, after_step: Any = None) -> Any:
+    ordered = sorted(trace, key=lambda arrival: arrival.time_s)
+
+    def serve(scheduler: Any, config: Any) -> None:
+        replay.Replay(scheduler, config, STEP, aborts=aborts, after_step=after_step).run(ordered)
+
+    return serve
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+@pytest.mark.parametrize("blocks", [600, 100], ids=["enough blocks", "few blocks"])
+def test_a_plain_step_says_and_leaves_what_vllm_would(asynchronous, caching, blocks):
+    rng = random.Random(3)
+    aborts = {index: rng.randint(1, 60) for index in range(0, 50, 5)}
+    options = {"horizon_steps": 1, "reserve_ratio": 0}
+
+    def make() -> Any:
+        return scheduler_of(
+            blocks, options=options, asynchronous=asynchronous, enable_prefix_caching=caching, max_num_seqs=24
+        )
+
+    ours = _both(make, _serve(_trace(1), aborts))
+    assert ours.plain_steps > 50
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+def test_so_it_does_while_the_first_in_line_is_refused_again_and_again(asynchronous, pruned):
+    waiting = []
+
+    def make() -> Any:
+        if pruned:
+            return prune_replays.pruning_scheduler(70, asynchronous=asynchronous)
+        return scheduler_of(100, options={"horizon_steps": 40, "reserve_ratio": 0.1}, asynchronous=asynchronous)
+
+    def serve(scheduler: Any, config: Any) -> None:
+        schedule = scheduler.schedule
+
+        def watched() -> Any:
+            output = schedule()
+            waiting.append(bool(getattr(output, PLAIN, False) and scheduler.waiting))
+            return output
+
+        scheduler.schedule = watched
+        _serve(_trace(6, 40), {3: 20, 11: 5, 12: 30})(scheduler, config)
+
+    _both(make, serve)
+    assert sum(waiting) > 5
+
+
+@SYNC_OR_NOT
+def test_so_it_does_where_requests_are_preempted_and_have_priorities(asynchronous):
+    def make() -> Any:
+        return scheduler_of(
+            90,
+            options={"horizon_steps": 1, "reserve_ratio": 0},
+            asynchronous=asynchronous,
+            scheduling_policy="priority",
+        )
+
+    rng = random.Random(4)
+    trace = [dataclasses.replace(arrival, priority=rng.randrange(3)) for arrival in pressing(30)]
+    assert _both(make, _serve(trace)).plain_steps > 50
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize("inline", ["never", "auto"])
+def test_so_it_does_where_requests_are_pruned(asynchronous, inline):
+    def make() -> Any:
+        return prune_replays.pruning_scheduler(150, asynchronous=asynchronous, prune={"inline": inline})
+
+    def serve(scheduler: Any, config: Any) -> None:
+        prune_replays.run_of(sorted(_trace(2, 30), key=lambda a: a.time_s), scheduler, config)
+
+    assert _both(make, serve).plain_steps > 50
+
+
+def test_so_it_does_where_the_prefix_cache_is_reset_with_all_that_runs():
+    def reset(done: replay.Replay) -> None:
+        if done.outcome.steps in (30, 77):
+            done.scheduler.reset_prefix_cache(reset_running_requests=True)
+            pass
+
+    def make() -> Any:
+        return scheduler_of(600, asynchronous=False)
+
+    assert _both(make, _serve(_trace(5, 30), after_step=reset)).plain_steps > 50
+
+
+def test_what_a_step_has_beyond_plain_is_left_to_vllm():
+    scheduler, config = scheduler_of(600)
+    seen = []
+    schedule = scheduler.schedule
+
+    def watched() -> Any:
+        output = schedule()
+        seen.append((getattr(output, PLAIN, False), bool(output.scheduled_new_reqs), output.total_num_scheduled_tokens))
+        return output
+
+    scheduler.schedule = watched
+    _serve([Arrival(0.0, 40, 30, 30), Arrival(0.1, 300, 30, 30)])(scheduler, config)
+    assert {plain for plain, _, _ in seen} == {True, False}
+    assert not any(plain and (new or tokens > 2) for plain, new, tokens in seen)
+
+
+def test_sources_that_differ_from_those_that_are_known_turn_plain_steps_off(monkeypatch):
+    monkeypatch.setattr(compat_sources, "_SCHEDULER", "of another version")
+    scheduler, config = scheduler_of(500)
+    _serve(pressing(5))(scheduler, config)
+    assert scheduler.plain_steps == 0
