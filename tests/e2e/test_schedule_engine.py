@@ -10,6 +10,7 @@ from kvcompile.tools import schedule_engine
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_under_pressure_a_real_engine_gives_stocks_tokens_in_the_steps_of_the_simulation(tiny_llama: Path) -> None:

@@ -86,6 +86,7 @@ def _copy_of_the_package(folder: Path) -> Path:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_warm_start_compiles_nothing_but_what_another_configuration_or_source_of_a_pass_has_changed(
     tiny_llama: Path, tmp_path: Path
