@@ -21,22 +21,6 @@ using T = numeric::Fp16;
 constexpr int KSTEPS = D / 16, VSTEPS = (D + 31) / 32;
 static_assert(D % 16 == 0, "");
 
-// Bytes 0 and 1 (or 2 and 3) of int8 plus 128 as two fp16 numbers of the int8 values.
-template <int SELECT> __device__ __forceinline__ unsigned widen(unsigned bytes) {
-    unsigned both;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(both) : "r"(bytes), "n"(0x64646464), "n"(SELECT));
-    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(both) : "r"(0x64806480));  // 1024 + 128
-    return both;
-}
-constexpr int LOW = 0x4140, HIGH = 0x4342;
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ unsigned transpose(unsigned x) {
     unsigned y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -53,12 +37,6 @@ __device__ __forceinline__ float log2_fast(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-__device__ __forceinline__ unsigned pack_f16(float low, float high) {
-    unsigned both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 // Greatest, or sum, over the lanes that hold the same query heads: those of the same place in a group of 4.
@@ -99,7 +77,6 @@ struct State {
 __device__ __forceinline__ void attend(State& state, const unsigned (&query)[KSTEPS][2], unsigned keys, unsigned values,
                                        int left, const float (&scale_log2)[2]) {
     const int lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
-    constexpr unsigned FLIP = 0x80808080u;
     float score[4] = {};
     const unsigned key0 = keys + token * TOKEN_BYTES, key1 = key0 + 8 * TOKEN_BYTES;
     #pragma unroll

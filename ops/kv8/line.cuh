@@ -7,16 +7,12 @@
 
 #pragma once
 
+#include "mma.cuh"
+
 constexpr int TILE = 16;
 static_assert(BS % TILE == 0, "a tile lies in one page");
 // What a maximum of scores starts from. Finite, so that the difference of two of them is a number.
 constexpr float LOWEST = -3.0e38f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // Which pages there are, from kv8_plan: `tiles` of all rows together and `offsets[r]`, those of the rows before r;
 // `first_page[r]`: pages of the row that are skipped, null blocks.

@@ -23,10 +23,10 @@ WINDOW = 4
 def ending(tokens: int, **fields: Any) -> Job:
     """The job of a prompt that ends in this step, with its scores from what it is shown."""
 
-    def select(layer: str, queries: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, *numbers: Any) -> Any:
-        return SimpleNamespace(layer=layer, queries=queries, row=row, numbers=numbers)
+    def score(layer: str, queries: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, *numbers: Any) -> Any:
+        return SimpleNamespace(layer=layer, queries=queries, row=row, numbers=numbers, nbytes=0)
 
-    return Job(Plan(tokens, 1, 16, 0), WINDOW, select, final=True, **fields)
+    return Job(Plan(tokens, 1, 16, 0), WINDOW, score, lambda scores, kept: scores, final=True, **fields)
 
 
 def slots(batch: Batch) -> torch.Tensor:
@@ -72,18 +72,18 @@ def test_rows_of_one_token_and_of_more_are_scored_by_their_own_window(forward: A
         (1, torch.cat([earlier[1:], batch.query[starts[1] : starts[2]]]), 80),
         (3, batch.query[starts[4] - WINDOW : starts[4]], 40),
     ):
-        cache, table_row, seen = jobs[row].keeps["a"]
+        cache, table_row, seen = jobs[row].scored["a"]
         assert cache is batch.cache
         assert torch.equal(table_row, batch.block_table[row]) and torch.equal(seen.row, batch.block_table[row])
         assert torch.equal(seen.queries, window)
-        assert (seen.layer, seen.numbers) == ("a", (tokens, tokens - 16, 0.5))
+        assert (seen.layer, seen.numbers) == ("a", (tokens, 0.5))
 
 
 def test_of_a_prompt_that_is_stored_inline_no_token_is_stored_as_it_comes(forward: Any) -> None:
     batch = make_batch([(30, 1), (0, 40), (0, 20)])
     job = ending(40)
     job.plan = replace(job.plan, inline=True)
-    job.select = lambda *_: torch.arange(8, 32, dtype=torch.int32).repeat(2, 1)
+    job.score = lambda *_: torch.arange(8, 32, dtype=torch.int32).repeat(2, 1)
     whole, pages = batch.cache.clone(), batch.block_table[1, :3].long()
     batch.cache[pages] = POISON
     wanted = batch.cache.clone()
