@@ -75,7 +75,7 @@ class PruneConfig(_Section):
     """Pruning of the KV cache: a prompt of T tokens keeps about max(keep_ratio * T, min_tokens), or budget_tokens."""
 
     SECTION: ClassVar[str] = "prune"
-    enabled: bool = option(False, doc="Prune the KV cache of a request when its prompt has been computed.")
+    enabled: bool = option(True, doc="Prune the KV cache of a request when its prompt has been computed.")
     method: str = option(
         "robust",
         choices=("robust", "andpro", "snapkv", "tova", "keydiff", "critical", "blend", "streaming", "random"),
@@ -98,24 +98,26 @@ class PruneConfig(_Section):
         doc="Store kept tokens alone, of a prompt that one step computes whole: auto does where blocks are short or "
         "prefixes are not cached; always uses no prefix hits and waits for such a step; never stores whole prompts.",
     )
-    reprune_interval_tokens: int = option(
-        0,
-        low=0,
-        high=MAX_TOKENS,
-        doc="Prune again after this many generated tokens; 0 is never, and all that this version does.",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = self.sink_tokens + self.window_tokens + SMALLEST_BLOCK_TOKENS
-        for name in ("min_tokens", "budget_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(
-                    f"prune.{name} is {value}, less than prune.sink_tokens + prune.window_tokens + "
-                    f"{SMALLEST_BLOCK_TOKENS} = {least}: give prune.{name} at least {least}, "
-                    "or lower prune.window_tokens or prune.sink_tokens"
-                )
+        self.refuse_small_budget(SMALLEST_BLOCK_TOKENS)
+
+    def least_budget(self, block_tokens: int) -> int:
+        """Fewest tokens that may be kept with blocks of so many."""
+        return self.sink_tokens + self.window_tokens + block_tokens
+
+    def refuse_small_budget(self, block_tokens: int) -> None:
+        """Raise UsageError if what decides how much is kept is below `least_budget`."""
+        name = "min_tokens" if self.budget_tokens is None else "budget_tokens"
+        value, least = getattr(self, name), self.least_budget(block_tokens)
+        if value < least:
+            smaller = " or --block-size" if block_tokens > SMALLEST_BLOCK_TOKENS else ""
+            raise UsageError(
+                f"prune.{name} is {value}, less than prune.sink_tokens + prune.window_tokens + {block_tokens} = "
+                f"{least}: give prune.{name} at least {least}, or lower prune.window_tokens or prune.sink_tokens"
+                f"{smaller}"
+            )
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,11 @@ class KVCompileConfig(_Section):
     prune: PruneConfig = PruneConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     offload: OffloadConfig = OffloadConfig()
-    strict: bool = option(False, doc="Make it an error, not a warning, when something that is on cannot take effect.")
+    strict: bool = option(
+        False,
+        doc="Make it an error, not a warning, when something that is on cannot take effect; pruning only where it, or "
+        "one of its options, was set.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,6 +196,18 @@ class Resolved:
 
     config: KVCompileConfig
     sources: dict[str, str]
+
+    def asks_for(self, section: str) -> bool:
+        """Whether a part is on by the user's wish, who switched it on or set one of its options, not by default."""
+        set_by_user = any(key.startswith(f"{section}.") for key in self.sources)
+        return set_by_user and getattr(self.config, section).enabled
+
+    def refuse_small_budget(self, block_tokens: int) -> None:
+        """`PruneConfig.refuse_small_budget`, once the size of a block is known."""
+        try:
+            self.config.prune.refuse_small_budget(block_tokens)
+        except UsageError as error:
+            raise _naming(error, self.sources) from None
 
 
 def resolve(
@@ -221,10 +239,15 @@ def resolve(
         sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
     except UsageError as error:
         # Each value is valid alone; what is left are values that disagree, perhaps across sources.
-        named = [f"{key} is from {setting.source}" for key, setting in settings.items() if key in str(error)]
-        raise UsageError(f"{error} ({'; '.join(named)})") from None
+        raise _naming(error, {key: setting.source for key, setting in settings.items()}) from None
     named_by_user = {key: s.source for key, s in settings.items() if s.source != PRESET_SOURCE}
     return Resolved(KVCompileConfig(**sections, **values[""]), named_by_user)
+
+
+def _naming(error: UsageError, sources: Mapping[str, str]) -> UsageError:
+    """The error with where the values that it names come from, if any does."""
+    named = [f"{key} is from {source}" for key, source in sources.items() if key in str(error)]
+    return UsageError(f"{error} ({'; '.join(named)})") if named else error
 
 
 def to_dict(config: KVCompileConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ One request at a time and no pages: what a pruned request has to give, whatever 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +95,31 @@ class Llama:
         select: Select | None = None,
     ) -> list[float]:
         """Log-probabilities of these tokens behind a prompt, of which the same is kept as by `generate`."""
+        logits = self._follow(prompt, tokens, (kept, window, select))
+        return [float(each.log_softmax(-1)[token]) for token, each in zip(tokens, logits, strict=False)]
+
+    def regrets(
+        self,
+        prompt: list[int],
+        tokens: list[int],
+        *,
+        kept: int | None = None,
+        window: int = 32,
+        select: Select | None = None,
+    ) -> list[float]:
+        """By how much each of these tokens' logit is below the best: 0 for the greedy one behind those before it.
+
+        So every token of an answer is judged, also behind one where a small lead was turned.
+        """
+        logits = self._follow(prompt, tokens, (kept, window, select))
+        return [float(each.max() - each[token]) for token, each in zip(tokens, logits, strict=False)]
+
+    def _follow(self, prompt: list[int], tokens: list[int], prefill: tuple) -> Iterator[torch.Tensor]:
+        """The logits behind the prompt, and behind each of these tokens."""
         cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logits, scores = self._forward(prompt, 0, cache, prefill=(kept, window, select)), []
+        yield self._forward(prompt, 0, cache, prefill=prefill)
         for place, token in enumerate(tokens):
-            scores.append(float(logits.log_softmax(-1)[token]))
-            logits = self._forward([token], len(prompt) + place, cache)
-        return scores
+            yield self._forward([token], len(prompt) + place, cache)
 
     def _forward(self, tokens: list[int], position: int, cache: list, prefill: tuple | None = None) -> torch.Tensor:
         w = self.weights

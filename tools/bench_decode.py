@@ -20,7 +20,9 @@ from kvcompile.tools.server import ServerError, VllmServer
 from kvcompile.tools.smollm2 import checkpoint
 
 SUMMARY = "time per decode step of a full batch, served by stock vLLM and by kvcompile"
-SYSTEMS = {"vllm-bf16": (), "kvcompile": ("--compilation-config", "kvcompile")}
+# With all of the prompt in the cache of both: what a step reads is what is compared.
+_WHOLE = ("--compilation-config", "kvcompile", "-cc.kvcompile.prune.enabled=false")
+SYSTEMS = {"vllm-bf16": (), "kvcompile": _WHOLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

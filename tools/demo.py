@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with server:
                 _wait(console, server)
-                _converse(console, server)
-                _table(console, server)
+                _table(console, server, _converse(console, server))
         except ServerError as error:
             print(f"kvcompile demo: {error}", file=sys.stderr)
             return 1
@@ -96,7 +95,8 @@ def _active_line(server: VllmServer) -> str:
     raise ServerError(f"the server did not report kvcompile as active:\n{server.log_tail()}")
 
 
-def _converse(console: Console, server: VllmServer) -> None:
+def _converse(console: Console, server: VllmServer) -> int:
+    """Tokens of the long document."""
     name = server.command[2]
     start = time.monotonic()
     chat = server.post(
@@ -114,6 +114,7 @@ def _converse(console: Console, server: VllmServer) -> None:
     completion = server.post("/v1/completions", {"model": name, "prompt": document, "temperature": 0, "max_tokens": 60})
     text = completion["choices"][0]["text"]
     _answer(console, "completion", f"... {document[-160:]}", completion, text, time.monotonic() - start)
+    return completion["usage"]["prompt_tokens"]
 
 
 def _answer(console: Console, kind: str, prompt: str, reply: dict, text: str, seconds: float) -> None:
@@ -126,7 +127,8 @@ def _answer(console: Console, kind: str, prompt: str, reply: dict, text: str, se
     console.print(text.strip(), style="cyan", markup=False)
 
 
-def _table(console: Console, server: VllmServer) -> None:
+def _table(console: Console, server: VllmServer, document: int) -> None:
+    """document: tokens of the one prompt that is long enough to be pruned."""
     config = json.loads(Path(server.command[2], "config.json").read_text())
     info = server.cache_info()
     blocks, block_size = int(info["num_gpu_blocks"]), int(info["block_size"])
@@ -138,7 +140,7 @@ def _table(console: Console, server: VllmServer) -> None:
     table = Table(title="\nWhat kvcompile did", title_justify="left")
     table.add_column("")
     table.add_column("stock vLLM (bf16)", justify="right")
-    table.add_column("kvcompile", justify="right")
+    table.add_column("kvcompile", justify="right", min_width=len(info["cache_dtype"]))
     table.add_column("", justify="right")
     table.add_row("KV cache dtype", config["torch_dtype"], info["cache_dtype"], "")
     table.add_row("KV bytes per token", f"{stock:,}", f"{ours:,}", f"{stock / ours:.2f}x smaller")
@@ -149,8 +151,13 @@ def _table(console: Console, server: VllmServer) -> None:
         f"{blocks / stock_blocks:.2f}x more",
     )
     table.add_row("tokens held at once", f"{stock_blocks * block_size:,}", f"{blocks * block_size:,}", "")
+    kept, free = document - server.counted("pruned_tokens"), server.counted("prune_reclaimed_blocks")
+    table.add_row("tokens kept of the document", f"{document:,}", f"{kept:,}", f"{free} blocks free")
     console.print(table)
-    console.print("Bytes, and stock's blocks, follow from the layouts; kvcompile's blocks are the running server's.\n")
+    console.print(
+        "Bytes, and stock's figures, follow from the layouts; kvcompile's blocks, and what it has kept, are the "
+        "running server's.\n"
+    )
     parts = Table(title="Parts of kvcompile", title_justify="left")
     for column in ("part", "in this version", "what it is"):
         parts.add_column(column)

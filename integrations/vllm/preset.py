@@ -16,20 +16,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcompile.config import Kv8Config, KVCompileConfig, PruneConfig, SchedulerConfig, UsageError, resolve, to_dict
+from kvcompile.config import Kv8Config, KVCompileConfig, Resolved, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
-from kvcompile.integrations.vllm import checks, compat, offload_preset, report
-from kvcompile.integrations.vllm.active import (
-    KV8_CACHE_DTYPE,
-    PRUNING_GPU_WORKER,
-    PRUNING_SCHEDULER,
-    PRUNING_WORKER,
-    SCHEDULER,
-    offloads,
-)
+from kvcompile.integrations.vllm import checks, compat, offload_preset, prune_preset, report
+from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, offloads
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
-from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.integrations.vllm.request import Request
 from kvcompile.presets import NAME, refuse_unavailable
 
@@ -37,12 +29,6 @@ logger = init_logger("vllm.kvcompile")
 
 # No field of vLLM's, so an entry of the configuration's __dict__, as is the mark of a request.
 _SAID = "_kvcompile_startup_line"
-
-# What vLLM takes for each of ours.
-_STOCK_WORKERS = {
-    PRUNING_WORKER: "vllm.v1.worker.cpu_worker.CPUWorker",
-    PRUNING_GPU_WORKER: "vllm.v1.worker.gpu_worker.Worker",
-}
 
 # Backends that read and write that layout: ours, and vLLM's own Triton kernels. The CPU platform would replace the
 # latter, with a line in its log, by kernels that take the int8 cache for fp8.
@@ -63,8 +49,8 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     notes: dict[str, str] = {}  # module -> why it is off or less than it could be
     args = copy.copy(args)
     _apply_kv8(args, resolved.config.kv8, notes)
-    _apply_prune(args, resolved.config.prune, notes)
     our_attention = "kv8" not in notes and _backend(args) is AttentionBackendEnum.CUSTOM
+    prune_preset.apply(args, resolved, notes, our_attention=our_attention)
     offload_preset.apply(args, resolved.config.offload, notes, our_attention=our_attention)
     _apply_passes(args, request, resolved.config, notes)
     args.additional_config = {**args.additional_config, NAME: to_dict(resolved.config)}
@@ -73,14 +59,12 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     _check_model_first(args, with_kv8="kv8" not in notes, with_linear="linear" not in notes)
     config = _build(args, build)
     _apply_scheduler(config, resolved.config.scheduler, notes)
-    _let_scheduler_prune(config, notes)
-    if "prune" not in notes and resolved.config.prune.method == "critical":
-        _refuse_unknown_projections(config)
+    prune_preset.settle(config, resolved, notes)
     offload_preset.let_scheduler_offload(config, resolved.config.offload)
     split_where_vllm_splits(config.compilation_config)
     checks.refuse_too_little_memory(config)
     if resolved.config.strict:
-        _refuse_inactive(resolved.config, report.in_the_way(config, notes))
+        _refuse_inactive(resolved, report.in_the_way(config, notes))
     config.__dict__[_SAID] = report.startup_line(config, notes)
     logger.info(startup_line(config))
     return config
@@ -91,10 +75,15 @@ def startup_line(config: VllmConfig) -> str:
     return config.__dict__[_SAID]
 
 
-def _refuse_inactive(config: KVCompileConfig, off: Mapping[str, str]) -> None:
-    """In strict mode a part that is on and cannot take effect is an error; one that the user switched off is not."""
+def _refuse_inactive(resolved: Resolved, off: Mapping[str, str]) -> None:
+    """In strict mode a part that is on and cannot take effect is an error; one that the user switched off is not.
+
+    Nor is pruning if nobody asked for it: by default it is on where it can be, and much rules it out.
+    """
+    if not resolved.asks_for("prune"):
+        off = {name: why for name, why in off.items() if name != "prune"}
     for name, why in off.items():
-        if getattr(getattr(config, name), "enabled", True):  # `passes` has no such option
+        if getattr(getattr(resolved.config, name), "enabled", True):  # `passes` has no such option
             raise UsageError(f"strict is set and {name} is not active: {why}; remove what is in its way, or strict")
 
 
@@ -151,54 +140,6 @@ def _apply_kv8(args: EngineArgs, config: Kv8Config, notes: dict[str, str]) -> No
         args.kv_cache_dtype = KV8_CACHE_DTYPE
         if backend is None:
             args.attention_backend = AttentionBackendEnum.CUSTOM
-
-
-def _apply_prune(args: EngineArgs, config: PruneConfig, notes: dict[str, str]) -> None:
-    """Before vLLM decides on a worker."""
-    if not config.enabled:
-        notes["prune"] = "prune.enabled=false"
-        return
-    if config.reprune_interval_tokens:
-        raise UsageError(
-            "prune.reprune_interval_tokens: not in this version of kvcompile; remove it, or set prune.enabled=false"
-        )
-    if "kv8" in notes or _backend(args) is not AttentionBackendEnum.CUSTOM:
-        notes["prune"] = "attention is not kvcompile's"
-    elif not (current_platform.is_cpu() or current_platform.is_cuda()):
-        notes["prune"] = "neither on a CPU nor on an NVIDIA GPU"
-    elif args.worker_cls != "auto":
-        notes["prune"] = "--worker-cls given"
-    elif args.pipeline_parallel_size > 1:
-        # Each stage has layers of its own and comes to a step at another time, so that no rank knows of all layers
-        # whether they have scored when it has to move the tokens of its own.
-        notes["prune"] = "--pipeline-parallel-size given: no rank scores all layers"
-    elif args.enable_dbo or args.ubatch_size > 1:
-        notes["prune"] = "--enable-dbo or --ubatch-size given: a step is split in parts"
-    else:
-        args.worker_cls = PRUNING_WORKER if current_platform.is_cpu() else PRUNING_GPU_WORKER
-
-
-def _let_scheduler_prune(config: VllmConfig, notes: dict[str, str]) -> None:
-    """Once vLLM has its scheduler: with a class of the user's own nothing would be released."""
-    if "prune" in notes:
-        return
-    scheduler = config.scheduler_config
-    if scheduler.scheduler_cls not in (None, SCHEDULER):
-        notes["prune"] = "--scheduler-cls given"
-    elif scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = PRUNING_SCHEDULER
-    if "prune" in notes:
-        config.parallel_config.worker_cls = _STOCK_WORKERS[config.parallel_config.worker_cls]
-
-
-def _refuse_unknown_projections(config: VllmConfig) -> None:
-    """See `prune_weights.py`: of another quantisation a layer's answer to a unit vector may not be its weight."""
-    quantised = config.quant_config
-    if quantised is not None and not isinstance(quantised, W4A8Config):
-        raise UsageError(
-            f"prune.method=critical weighs tokens by the output projections, which it knows where they are W4A8 or not "
-            f"quantised; the quantization of this model is {quantised.get_name()}; choose another prune.method"
-        )
 
 
 def _apply_scheduler(config: VllmConfig, options: SchedulerConfig, notes: dict[str, str]) -> None:

@@ -32,7 +32,7 @@ Move = Callable[[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], Plan], N
 # What is so on this rank -> what is so on all of them: see `prune_ranks.py`
 Agree = Callable[[list[bool]], list[bool]]
 
-MOST_WAITING_BYTES = 64 << 20  # of scores that wait for those of other layers
+MOST_WAITING_BYTES = 64 << 20  # of scores that wait for those of other layers, of all prompts that end in a step
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Job:
     score: Score
     choose: Choose
     final: bool = False
+    most_waiting_bytes: int = 0  # of `scored`: this prompt's part of `MOST_WAITING_BYTES`
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
     scored: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     keeps: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Job:
         with self._failing():
             scores = self.score(layer, last, kv_cache, table_row, self.plan.tokens, scale)
             self.scored[layer] = kv_cache, table_row, scores
-            if sum(waiting.nbytes for _, _, waiting in self.scored.values()) > MOST_WAITING_BYTES:
+            if sum(waiting.nbytes for _, _, waiting in self.scored.values()) > self.most_waiting_bytes:
                 self.choose_scored()
 
     def choose_scored(self) -> None:
@@ -137,11 +138,12 @@ class Jobs:
     def begin(self, step: Mapping[str, Step]) -> None:
         """A step of the model begins."""
         self._step = step
+        ending = sum(told.final and not told.plan.inline for told in step.values())
         for request_id, told in step.items():
             job = self._jobs.get(request_id)
             if job is None or job.plan != told.plan:
                 job = self._jobs[request_id] = Job(told.plan, self._window, self._score, self._choose)
-            job.final = told.final
+            job.final, job.most_waiting_bytes = told.final, MOST_WAITING_BYTES // max(ending, 1)
 
     def of_step(self) -> dict[str, Job]:
         """The jobs that the step touches, by request."""

@@ -7,8 +7,9 @@ added is a dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -27,12 +28,13 @@ class PruningManager(FullAttentionManager):
     """vLLM's manager of blocks.
 
     plans: of requests that are to be pruned and of those that were, by id. committed: those whose pages in front are
-    null blocks; of a prompt that is stored inline they are from the start.
+    null blocks; of a prompt that is stored inline they are from the start. epochs: a number for each plan.
     """
 
     plans: dict[str, Plan]
     committed: set[str]
     policy: InlinePolicy
+    epochs: Iterator[int]
 
     def decide(self, request_id: str, inline: bool) -> None:
         """How a request that is about to be admitted is stored."""
@@ -104,7 +106,7 @@ class PruningCacheManager(KVCacheManager):
         if plan is None:
             plans.pop(request.request_id, None)
             return super().get_computed_blocks(request)
-        plans[request.request_id] = plan
+        plans[request.request_id] = replace(plan, epoch=next(self.pruning.epochs))
         if not self.enable_caching or request.skip_reading_prefix_cache or not self.pruning.policy.uses_hits(plan):
             return self.empty_kv_cache_blocks, 0
         # Pages behind the released ones are this request's own to rewrite.
@@ -158,7 +160,7 @@ class PruningCacheManager(KVCacheManager):
 
     def _plan(self, request: Request, own: int | None) -> Plan | None:
         manager = self.pruning
-        return planning.plan(request.num_tokens, manager.block_size, manager.prune_config, request.num_preemptions, own)
+        return planning.plan(request.num_tokens, manager.block_size, manager.prune_config, own)
 
     def _asked(self, request: Request) -> tuple[int | None, tuple[str, str] | None]:
         """A request's own budget, and what forbids to prune it.
@@ -196,7 +198,9 @@ def install(manager: KVCacheManager, config: PruneConfig, tally: Tally, policy: 
         kinds = ", ".join(type(each).__name__ for each in managers)
         raise UsageError(f"pruning needs one cache group of full attention and found {kinds}; use prune.enabled=false")
     single = managers[0]
+    config.refuse_small_budget(single.block_size)  # of a size that vLLM has chosen since the start
     single.__class__ = PruningManager
     single.plans, single.committed, single.prune_config, single.policy = {}, set(), config, policy
+    single.epochs = count()
     manager.__class__, manager.tally = PruningCacheManager, tally
     return single

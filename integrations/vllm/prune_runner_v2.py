@@ -39,9 +39,7 @@ def pruning_graphs(kind: type, jobs: Jobs) -> type:
     """A class of a runner's manager of CUDA graphs, made to use none of the whole model where a prompt is observed."""
 
     class PruningGraphs(kind):
-        def dispatch(
-            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None
-        ) -> BatchExecutionDescriptor:
+        def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> BatchExecutionDescriptor:
             # Of the whole model there are graphs for rows of one token alone, as our attention's builder says it
             # must be.
             uniform = None if jobs.of_step() else uniform_token_count

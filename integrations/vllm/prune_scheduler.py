@@ -23,6 +23,7 @@ from kvcompile.integrations.vllm.metrics import (
     SCORING_FAILURES,
 )
 from kvcompile.integrations.vllm.metrics_scheduler import Counting
+from kvcompile.integrations.vllm.prune_reach import step_tokens
 from kvcompile.presets import NAME
 from kvcompile.prune.inline import InlinePolicy
 from kvcompile.prune.plan import Plan
@@ -47,18 +48,15 @@ class Pruning(Counting):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prune_config = PruneConfig(**self.vllm_config.additional_config[NAME]["prune"])
-        scheduling = self.scheduler_config
         policy = InlinePolicy(
             mode=self._prune_config.inline,
             caching=self.kv_cache_manager.enable_caching,
-            step_tokens=min(
-                self.max_num_scheduled_tokens,
-                scheduling.long_prefill_token_threshold or self.max_num_scheduled_tokens,
-            ),
+            step_tokens=step_tokens(self.scheduler_config),
             most_held=SchedulerConfig(**self.vllm_config.additional_config[NAME]["scheduler"]).max_wait_batches,
         )
         self.pruning = prune_manager.install(self.kv_cache_manager, self._prune_config, self.tally, policy)
         self.pruned_tokens = self.released_blocks = self.inline_prompts = self.scoring_failures = 0
+        self.worker_refused = False  # the last that it was to prune: so it may the next
         self._refusals_said: set[str] = set()
 
     def on_release(self) -> None:
@@ -86,6 +84,7 @@ class Pruning(Counting):
         for request_id, epoch in getattr(model_runner_output, ACKNOWLEDGED, {}).items():
             if blocks := self.pruning.commit(request_id, epoch):
                 self.released_blocks += blocks
+                self.worker_refused = False
                 self._count_pruned("two_phase", self.pruning.plans[request_id].first, blocks)
                 self.on_release()
         for request_id, step in getattr(scheduler_output, PLANS, {}).items():
@@ -97,6 +96,7 @@ class Pruning(Counting):
                 self.tally.add(INLINE_PROMPTS)
                 self._count_pruned("inline", plan.first, plan.released)
             elif request_id not in self.pruning.committed:
+                self.worker_refused = True
                 self._count_refusal("not_acknowledged", "the worker did not say that it has moved the tokens to keep")
         failures = getattr(model_runner_output, FAILURES, 0)
         self.scoring_failures += failures

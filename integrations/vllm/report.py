@@ -11,9 +11,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
 from kvcompile.config import PruneConfig
+from kvcompile.integrations.vllm import prune_reach
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, W4A8_QUANTIZATION, offloads, prunes
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
-from kvcompile.prune.plan import least_budget
 
 _SWAP = "attention_swap"
 
@@ -150,9 +150,9 @@ def _prune(config: VllmConfig) -> tuple[str, str | None]:
     if not prunes(config):
         return "", f"worker {config.parallel_config.worker_cls}"
     budget = options["budget_tokens"]
-    budget = budget and max(budget, least_budget(PruneConfig(**options), config.cache_config.block_size))
     kept = f"{budget} tokens" if budget else f"{options['keep_ratio']:.0%}, at least {options['min_tokens']} tokens"
-    return f"{options['method']}, of a prompt {kept} kept", None
+    reach = prune_reach.said(config, PruneConfig(**options))
+    return ", ".join([f"{options['method']}, of a prompt {kept} kept", *reach]), None
 
 
 def _offload(config: VllmConfig) -> tuple[str, str | None]:

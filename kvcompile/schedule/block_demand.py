@@ -1,7 +1,8 @@
 """How many blocks the running requests will take from the pool in the steps to come, at most.
 
 What is certain counts: a request produces at most one token a step, and gives its blocks back once it has reached its
-limit. That it may stop earlier is not counted on, so demand is never underestimated.
+limit. That it may stop earlier is not counted on, so demand is never underestimated, but for one thing: whoever counts
+blocks as `pruned` trusts a worker to prune. If it refuses, demand was too low by those blocks.
 """
 
 from __future__ import annotations

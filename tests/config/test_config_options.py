@@ -144,7 +144,7 @@ def test_the_choices_and_defaults_are_those_of_the_design():
         "passes.norm_quant": True,
         "passes.swiglu_quant": True,
         "passes.attention_swap": True,
-        "prune.enabled": False,
+        "prune.enabled": True,
         "prune.method": "robust",
         "prune.keep_ratio": 0.5,
         "prune.min_tokens": 544,
@@ -152,7 +152,6 @@ def test_the_choices_and_defaults_are_those_of_the_design():
         "prune.window_tokens": 32,
         "prune.sink_tokens": 4,
         "prune.inline": "auto",
-        "prune.reprune_interval_tokens": 0,
         "scheduler.enabled": True,
         "scheduler.max_wait_batches": 2,
         "scheduler.horizon_steps": 32,
@@ -208,6 +207,18 @@ def test_a_larger_window_or_sink_needs_a_larger_minimum(given, least):
     with pytest.raises(UsageError, match=f"prune.min_tokens is 544, less than .* = {least}: "):
         PruneConfig(**given)
     assert PruneConfig(min_tokens=least, **given).min_tokens == least
+
+
+def test_a_budget_is_judged_by_the_size_of_a_block_too_and_the_minimum_only_where_it_decides():
+    with pytest.raises(UsageError) as caught:
+        PruneConfig(budget_tokens=100).refuse_small_budget(128)
+    assert str(caught.value) == (
+        "prune.budget_tokens is 100, less than prune.sink_tokens + prune.window_tokens + 128 = 164: give "
+        "prune.budget_tokens at least 164, or lower prune.window_tokens or prune.sink_tokens or --block-size"
+    )
+    PruneConfig(budget_tokens=164, min_tokens=52).refuse_small_budget(128)
+    with pytest.raises(UsageError, match="prune.min_tokens is 52, less than .* = 164: "):
+        PruneConfig(min_tokens=52).refuse_small_budget(128)
 
 
 def test_the_configuration_is_frozen_and_hashable():

@@ -232,3 +232,18 @@ def test_the_given_mappings_are_not_changed():
     assert overrides == {"prune": {"keep_ratio": 1}}
     assert base == {"kv8": {"enabled": False}}
     assert environ == {"KVCOMPILE_STRICT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, False),
+        ({"base": {"prune.enabled": True}}, False),
+        ({"overrides": {"kv8.enabled": True}}, False),
+        ({"overrides": {"prune.enabled": True}}, True),
+        ({"environ": {"VLLM_ANDPRO_BUDGET_TOKENS": "512"}}, True),
+        ({"environ": {"VLLM_ANDPRO_BUDGET_TOKENS": "512", "KVCOMPILE_PRUNE_ENABLED": "0"}}, False),
+    ],
+)
+def test_a_part_is_asked_for_where_the_user_set_it_or_an_option_of_it_and_it_is_on(given, asked):
+    assert resolve(**{"environ": {}, **given}).asks_for("prune") is asked

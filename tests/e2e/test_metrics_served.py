@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,10 +25,8 @@ ARGUMENTS = (
 
 def sums(server: VllmServer) -> tuple[Counter[str], Counter[str]]:
     """What /metrics has of kvcompile's: per name and own label over all engines; per engine: requests that ended."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
     total, ended = Counter(), Counter()
-    for name, labels, value in re.findall(r"^vllm:kvcompile_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+    for name, labels, value in re.findall(r"^vllm:kvcompile_(\w+)\{(.*)\} (\S+)$", server.metrics(), re.MULTILINE):
         given = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         engine, own = given.pop("engine"), [v for k, v in given.items() if k != "model_name"]
         total[" ".join([name, *own])] += float(value)

@@ -152,7 +152,8 @@ def test_in_a_pool_where_vllm_preempts_pruned_requests_are_served_without(model:
 def test_pages_of_128_tokens_preemption_and_a_reset_of_everything_that_runs(model: Path) -> None:
     long = [(prompt(400, seed), 60, {}, None) for seed in range(5)]
     pool = {"block_size": 128, "num_gpu_blocks_override": 10, "max_num_seqs": 4}
-    runs = serve(model, {**OPTIONS, "scheduler": {"enabled": False}}, [long, long], resets=(2, 9), **pool)
+    options = {"prune": {**PRUNE, "budget_tokens": 4 + WINDOW + 128}, "scheduler": {"enabled": False}}
+    runs = serve(model, options, [long, long], resets=(2, 9), **pool)
     for run in runs:
         assert [len(tokens) for tokens in run["tokens"]] == [60] * 5
         assert run["left_blocks"] == 0

@@ -1,4 +1,7 @@
-"""`vllm serve MODEL --compilation-config kvcompile` answers like stock vLLM in bf16, from half the memory."""
+"""`vllm serve MODEL --compilation-config kvcompile` answers like stock vLLM in bf16, from half the memory.
+
+Requests ask for all of their prompts to be kept, so that what is compared is the int8 cache; one test does without.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from kvcompile.tools.server import VllmServer, group_alive
 from tests.engine import SERVER_ARGUMENTS
 
 CONTINUATION = 32
+WHOLE = {"vllm_xargs": {"kv_prune": "false"}}  # nothing to stock vLLM
 READY_TIMEOUT_S = 500
 # Single log-probabilities move by a few hundredths of a nat between the two caches, and between batch compositions.
 NEAR_TIE_NATS = 0.15
@@ -59,6 +63,7 @@ def _continue(server: VllmServer, prompt: list[int]) -> tuple[list[int], list[fl
         "return_token_ids": True,
         "logprobs": 5,
         "return_tokens_as_token_ids": True,
+        **WHOLE,
     }
     choice = server.post("/v1/completions", body)["choices"][0]
     first = {int(name.removeprefix("token_id:")): p for name, p in choice["logprobs"]["top_logprobs"][0].items()}
@@ -181,7 +186,9 @@ def test_one_start_up_line_says_what_is_active_and_stock_says_nothing(stock: Ans
     lines = [line for line in ours.log.splitlines() if "active: kv8" in line]
     assert len(lines) == 1
     assert "active: kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators), passes" in lines[0]
-    assert "prune (prune.enabled=false), offload (offload.enabled=false)" in lines[0]
+    active, _, off = lines[0].partition("; not active: ")
+    assert "prune (robust, of a prompt 50%, at least 544 tokens kept), scheduler (by KV length" in active
+    assert "prune" not in off and "offload (offload.enabled=false)" in off
     assert " active: " not in stock.log
 
 
@@ -194,6 +201,7 @@ def test_a_repeated_document_hits_the_prefix_cache_and_keeps_its_answer(served: 
         "max_tokens": CONTINUATION,
         "ignore_eos": True,
         "return_token_ids": True,
+        **WHOLE,
     }
     replies = [served.post("/v1/completions", body) for _ in range(2)]
     block_size = int(ours.cache["block_size"])
@@ -212,3 +220,19 @@ def test_prompts_served_together_all_finish(served: VllmServer, ours: Answers) -
         together = [tokens for tokens, *_ in pool.map(lambda p: _continue(served, p), ours.prompts)]
     assert [len(t) for t in together] == [CONTINUATION] * 8
     _assert_same_first_tokens(together, ours)
+
+
+@pytest.mark.e2e
+def test_prompts_that_say_nothing_are_pruned_to_half_if_they_are_long_and_metrics_say_so(
+    served: VllmServer, ours: Answers
+) -> None:
+    assert served.counted("pruned_tokens") == 0  # every request before this asked for all of its prompt
+    block_size, released = int(ours.cache["block_size"]), 0
+    for prompt in ours.prompts[5:]:
+        body = {"model": served.command[2], "prompt": prompt, "max_tokens": CONTINUATION, "ignore_eos": True}
+        assert served.post("/v1/completions", body)["usage"]["completion_tokens"] == CONTINUATION
+        released += max(0, len(prompt) - max(544, -(-len(prompt) // 2))) // block_size
+        assert served.counted("prune_reclaimed_blocks") == released
+    assert released > 15
+    assert served.counted("pruned_tokens") == released * block_size
+    assert served.counted("prune_scoring_failures") == 0

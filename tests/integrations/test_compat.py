@@ -137,7 +137,8 @@ def test_only_vllms_own_compile_path_is_given_back_to_a_cpu(build, mode):
 
 
 def test_what_else_the_cpu_sets_stays_set(build, engine_args):
-    ours, stock = build(), engine_args().create_engine_config()
+    ours = build(additional_config={"kvcompile": {"prune.enabled": False}})  # which has a worker of its own
+    stock = engine_args().create_engine_config()
     assert ours.parallel_config.worker_cls == stock.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert ours.scheduler_config.async_scheduling is stock.scheduler_config.async_scheduling is False
     assert ours.cache_config.block_size == stock.cache_config.block_size == 128

@@ -23,7 +23,7 @@ def test_without_the_preset_one_line_says_what_is_not_active(engine_args, checkp
     engine_args(model=model, **fields).create_engine_config()
     assert startup_lines == [
         f"kvcompile {__version__}: active: linear ({how}); not active without --compilation-config kvcompile: kv8, "
-        "passes, scheduler"
+        "passes, prune, scheduler"
     ]
 
 

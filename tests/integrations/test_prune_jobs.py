@@ -115,6 +115,18 @@ def test_layers_choose_together_when_all_have_scored_or_scores_take_much_memory(
     assert worker.chosen == [2, 1, 1] and [layers for layers, _ in worker.moved] == [2, 2]
 
 
+def test_prompts_that_end_in_one_step_share_the_memory_of_waiting_scores(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune_jobs, "MOST_WAITING_BYTES", 1600)  # scores of a layer have 400
+    two = {"x": Step(PLAN, final=True), "y": Step(PLAN, final=True)}
+    assert worker.step({**two, "z": Step(PLAN, final=False)}, 10) == {"x": 0, "y": 0}
+    assert worker.chosen == [2, 2]
+    monkeypatch.setattr(prune_jobs, "MOST_WAITING_BYTES", 799)
+    assert worker.step(two, 10) == {"x": 0, "y": 0}
+    assert worker.chosen == [2, 2, 1, 1, 1, 1]
+
+
 def test_a_prompt_whose_choice_fails_stays_whole_and_is_counted(worker: Worker) -> None:
     def fails(*_: object) -> list[torch.Tensor]:
         raise RuntimeError("no memory left")

@@ -27,17 +27,20 @@ RANKS = """
         prune_ranks.get_tp_group = lambda: group
         moved = []
 
-        def select(layer, queries, *_):
+        def score(layer, queries, *_):
             if number and queries.any():
                 raise RuntimeError("no memory left")
             return torch.zeros(1, PLAN.kept, dtype=torch.int32)
+
+        def choose(scores, kept):
+            return scores
 
         def move(kept, plan):
             if number and plan.epoch:
                 raise ValueError("cannot")
             moved.append(plan)
 
-        jobs = Jobs(4, 1, select, move, prune_ranks.agreement())
+        jobs = Jobs(4, 1, score, choose, move, prune_ranks.agreement())
         words = []
         # Three prompts in one step, of which the second is not scored on rank 1; a step without any, which asks
         # nobody; and one that no rank has scored.

@@ -57,6 +57,19 @@ def test_without_a_word_a_request_goes_on_whole() -> None:
     assert max(blocks for _, blocks in run.outcome.blocks_used) == 20  # 300 + 19 tokens
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_what_a_worker_refuses_to_prune_is_not_counted_on_and_nobody_is_preempted_for_it(asynchronous: bool) -> None:
+    """Answers shorter than the horizon, so that whoever is admitted is never preempted, and the refusals are many."""
+    trace = [Arrival(i * 0.01, 100 + 53 * i % 600, 60, 60) for i in range(120)]
+    fields = {"max_num_batched_tokens": 1024, "order": {"horizon_steps": 64}}
+    scheduler, run = replayed(trace, 90, asynchronous, lambda done: {}, **fields)
+    assert scheduler.worker_refused and scheduler.released_blocks == 0
+    assert run.outcome.preemptions == 0
+    scheduler, run = replayed(trace, 90, asynchronous, always, **fields)
+    assert not scheduler.worker_refused and scheduler.released_blocks > 0
+    assert run.outcome.preemptions == 0
+
+
 def test_pruned_requests_hold_what_they_keep() -> None:
     _, run = replayed([Arrival(0.0, 300, 20, 20)], 90, False, always, max_num_batched_tokens=1024)
     # 14 of 19 pages are released; one more comes with 19 new tokens.

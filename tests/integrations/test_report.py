@@ -21,7 +21,10 @@ SPLIT = "no attention_swap: graphs are split at attention, where its backend doe
 PASSES = f"passes ({FUSIONS}, {SPLIT})"
 NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}
 OFFLOAD = "offload (offload.enabled=false)"
-NO_LINEAR = "linear (the checkpoint is not quantised), prune (prune.enabled=false)"
+NO_LINEAR = "linear (the checkpoint is not quantised)"
+TOO_SHORT = "which no prompt of up to 256 tokens is long enough for, unless it brings its own kv_budget_tokens"
+PRUNE = f"prune (robust, of a prompt 50%, at least 544 tokens kept, {TOO_SHORT})"
+NO_PRUNE = "prune (attention is not kvcompile's)"
 SCHEDULER = "scheduler (by KV length, synchronous, blocks for 32 steps ahead, passed over by at most 2 batches)"
 
 KV8_OFF: dict[str, tuple[dict[str, Any], str]] = {
@@ -77,18 +80,20 @@ def test_every_part_is_in_the_line_once(line):
 
 
 def test_with_everything_on_an_unquantised_checkpoint_gets_all_but_linear(line):
-    assert line() == f"{VERSION}active: {KV8}, {PASSES}, {SCHEDULER}; not active: {NO_LINEAR}, {OFFLOAD}"
+    assert line() == f"{VERSION}active: {KV8}, {PASSES}, {PRUNE}, {SCHEDULER}; not active: {NO_LINEAR}, {OFFLOAD}"
 
 
 @pytest.mark.parametrize(("fields", "why"), KV8_OFF.values(), ids=KV8_OFF)
 def test_the_line_says_why_the_cache_is_vllms_own(line, fields, why):
     passes = f"passes ({FUSIONS}, no attention_swap: attention is not kvcompile's)"
-    assert line(**fields) == f"{VERSION}active: {passes}, {SCHEDULER}; not active: kv8 ({why}), {NO_LINEAR}, {OFFLOAD}"
+    off = f"kv8 ({why}), {NO_LINEAR}, {NO_PRUNE}, {OFFLOAD}"
+    assert line(**fields) == f"{VERSION}active: {passes}, {SCHEDULER}; not active: {off}"
 
 
 @pytest.mark.parametrize(("fields", "why"), PASSES_OFF.values(), ids=PASSES_OFF)
 def test_the_line_says_why_no_pass_runs(line, fields, why):
-    assert line(**fields) == f"{VERSION}active: {KV8}, {SCHEDULER}; not active: passes ({why}), {NO_LINEAR}, {OFFLOAD}"
+    off = f"passes ({why}), {NO_LINEAR}, {OFFLOAD}"
+    assert line(**fields) == f"{VERSION}active: {KV8}, {PRUNE}, {SCHEDULER}; not active: {off}"
 
 
 def test_the_line_names_the_passes_that_are_on(line):
@@ -98,7 +103,7 @@ def test_the_line_names_the_passes_that_are_on(line):
 
 def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
     said = line(additional_config={"kvcompile": {"passes.attention_swap": False}})
-    assert f"passes ({FUSIONS}), {SCHEDULER};" in said
+    assert f"passes ({FUSIONS}), {PRUNE}, {SCHEDULER};" in said
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
 )
 def test_where_the_graphs_hold_attention_the_swap_is_among_the_passes(line, fields):
     every = "norm_quant and swiglu_quant and attention_swap in VLLM_COMPILE, without W4A8 linears nothing to fuse"
-    assert f"passes ({every}), {SCHEDULER};" in line(compilation_config=fields)
+    assert f"passes ({every}), {PRUNE}, {SCHEDULER};" in line(compilation_config=fields)
 
 
 def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
@@ -116,13 +121,13 @@ def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
         compilation_config={"use_inductor_graph_partition": True},
         additional_config={"kvcompile": {"passes": {**NO_PASSES, "attention_swap": True}}},
     )
-    assert f"passes (attention_swap in VLLM_COMPILE), {SCHEDULER};" in said
+    assert f"passes (attention_swap in VLLM_COMPILE), {PRUNE}, {SCHEDULER};" in said
 
 
 def test_with_everything_off_the_line_says_that_nothing_is_active(line):
     options = {"kv8.enabled": False, "scheduler.enabled": False}
     off = {"enforce_eager": True, "additional_config": {"kvcompile": options}}
-    expected = f"kv8 (kv8.enabled=false), passes (--enforce-eager: nothing is compiled), {NO_LINEAR}"
+    expected = f"kv8 (kv8.enabled=false), passes (--enforce-eager: nothing is compiled), {NO_LINEAR}, {NO_PRUNE}"
     assert line(**off) == (
         f"{VERSION}active: nothing; not active: {expected}, scheduler (scheduler.enabled=false), {OFFLOAD}"
     )
@@ -159,7 +164,7 @@ def test_on_a_gpu_the_line_names_the_kernels_that_run_there(build, monkeypatch):
 def test_a_note_wins_over_the_state(build):
     said = report.startup_line(build(), {"kv8": "reason one", "scheduler": "reason two"})
     expected = f"kv8 (reason one), {NO_LINEAR}, scheduler (reason two), {OFFLOAD}"
-    assert said == f"{VERSION}active: {PASSES}; not active: {expected}"
+    assert said == f"{VERSION}active: {PASSES}, {PRUNE}; not active: {expected}"
 
 
 def test_a_part_that_this_version_does_not_have_is_said_to_be_missing(build, monkeypatch):

@@ -13,9 +13,13 @@ from kvcompile.integrations.vllm import compat, scheduler
 from kvcompile.integrations.vllm.active import SCHEDULER
 
 NO_KV8 = {"kv8.enabled": False}
+NO_PRUNE = {"prune.enabled": False}  # which has a scheduler of its own where ours is not wanted
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 OFF = {
-    "option": ({"additional_config": {"kvcompile": {"scheduler.enabled": False}}}, "scheduler.enabled=false"),
+    "option": (
+        {"additional_config": {"kvcompile": {"scheduler.enabled": False, **NO_PRUNE}}},
+        "scheduler.enabled=false",
+    ),
     "own class": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         "--scheduler-cls given",
@@ -60,7 +64,7 @@ def test_strict_refuses_what_is_in_its_way(refusal, name):
 
 
 def test_strict_does_not_mind_that_it_is_switched_off(build):
-    options = {"scheduler.enabled": False, "strict": True}
+    options = {"scheduler.enabled": False, "strict": True, **NO_PRUNE}
     assert build(additional_config={"kvcompile": options}).scheduler_config.scheduler_cls is None
 
 
@@ -88,5 +92,5 @@ def test_a_vllm_without_what_the_scheduler_needs_keeps_its_own(build, startup_li
     # Attributes that methods set count as there while a method names them.
     assert compat.missing_of_scheduler() == ["get_blocks"]
     monkeypatch.setattr(compat, "_OF_SCHEDULER", ("ask_the_oracle",))
-    assert build().scheduler_config.scheduler_cls is None
+    assert build(additional_config={"kvcompile": NO_PRUNE}).scheduler_config.scheduler_cls is None
     assert "scheduler (vLLM's scheduler has no ask_the_oracle, get_blocks)" in startup_lines[0]

@@ -49,11 +49,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> type[_Server]:
     return _Server
 
 
-def test_both_systems_get_the_same_arguments_but_for_the_flag(server: type[_Server], model: str) -> None:
+def test_both_systems_get_the_same_arguments_but_for_the_flag_and_neither_prunes(
+    server: type[_Server], model: str
+) -> None:
     assert main(["bench", "decode", "--model", model, "--batch", "2", "--runs", "1"]) == 0
     stock, ours = server.started
     assert "--compilation-config" not in stock
-    assert [a for a in ours if a not in ("--compilation-config", "kvcompile")] == stock
+    flag = ["--compilation-config", "kvcompile", "-cc.kvcompile.prune.enabled=false"]
+    assert ours == [*stock[:3], *flag, *stock[3:]]
 
 
 def test_the_record_has_a_row_per_system_and_metric_of_one_case(

@@ -148,7 +148,10 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(monkeypatch, capsys, a
         (["smolm2"], list(cli.COMMANDS)),
         (["quantize", "S", "O", "--group-size", "7"], ["128", "64", "channel"]),
         (["quantize", "S", "O", "--method", "awq"], ["rtn", "search", "gptq"]),
-        (["bench", "act_quant"], ["decode", "attention", "w4a8", "act-quant", "prune", "schedule", "serve"]),
+        (
+            ["bench", "act_quant"],
+            ["decode", "attention", "w4a8", "act-quant", "prune", "offload", "schedule", "serve", "host"],
+        ),
     ],
 )
 def test_a_wrong_choice_is_one_line_with_the_allowed_ones(capsys, arguments, allowed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvcompile.cli import main
+from kvcompile.tools import demo
 from kvcompile.tools.server import group_alive
 
 
@@ -36,6 +39,37 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_log_that_cannot_be_written_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--keep-log", str(tmp_path / name)]) == 2
     assert capsys.readouterr().err.startswith(f"kvcompile: error: --keep-log {tmp_path / name}: ")
+
+
+class _Served:
+    """What is left of a server that has pruned a document of 4,300 tokens, or has not."""
+
+    def __init__(self, model: Path, counts: dict[str, int]) -> None:
+        self.command, self._counts = ["vllm", "serve", str(model)], counts
+
+    def cache_info(self) -> dict[str, str]:
+        return {"num_gpu_blocks": "100", "block_size": "128", "cache_dtype": "int8_per_token_head"}
+
+    def counted(self, name: str) -> int:
+        return self._counts.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kept", "free"),
+    [({"pruned_tokens": 2048, "prune_reclaimed_blocks": 16}, "2,252", 16), ({}, "4,300", 0)],
+    ids=["pruned", "whole"],
+)
+def test_the_table_says_what_was_kept_of_the_document_and_what_came_free(
+    counts: dict[str, int], kept: str, free: int, tmp_path: Path
+) -> None:
+    shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    console = Console(width=120, record=True)
+    demo._table(console, _Served(tmp_path, counts), 4300)
+    (row,) = [line for line in console.export_text().splitlines() if "tokens kept of the document" in line]
+    assert row.split("\u2502")[2].split() == ["4,300"]
+    assert row.split("\u2502")[3].split() == [kept]
+    assert row.split("\u2502")[4].strip() == f"{free} blocks free"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

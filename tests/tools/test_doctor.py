@@ -97,7 +97,7 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     ]
     rows = {row["key"]: (row["value"], row["source"], row["allowed"]) for row in report["configuration"]}
     pruning = {key: row for key, row in rows.items() if key.startswith("prune.")}
-    assert pruning["prune.enabled"] == (False, "default", "true or false") and len(pruning) == 9
+    assert pruning["prune.enabled"] == (True, "default", "true or false") and len(pruning) == 8
     offload = {key: row for key, row in rows.items() if key.startswith("offload.")}
     assert offload["offload.enabled"] == (False, "default", "true or false") and len(offload) == 4
     rows = {key: row for key, row in rows.items() if key not in pruning and key not in offload}
