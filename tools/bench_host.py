@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 with a table on standard output."""
-    batches = args.batch or [1, 32, 128]
+    batches = list(dict.fromkeys(args.batch or (1, 32, 128)))
     if min(batches) < 1 or max(batches) > 1024:
         raise UsageError(f"--batch is {args.batch}; allowed is 1 to 1024")
     if args.runs < 1:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--system names engines, which are timed on a GPU alone; there is none, so leave it out")
     rows = [row for batch in batches for row in _scheduler_rows(batch, args.runs)]
     if gpu is not None:
-        rows += _engine_rows(args.system or list(_ENGINES), batches, args.runs)
+        rows += _engine_rows(list(dict.fromkeys(args.system or _ENGINES)), batches, args.runs)
     _print(rows)
     if args.json:
         record.write(args.json, record.record("host", record.command(), rows))
@@ -115,7 +113,11 @@ def _timed(function: Any, spent: list[float]) -> Any:
 
 def _engine_rows(systems: list[str], batches: list[int], runs: int) -> list[dict[str, Any]]:
     """All engines are started together; each is asked alone, in turn, while the others wait."""
-    folder = Path(tempfile.mkdtemp(prefix="kvcompile-host-"))
+    with engine_process.scratch("host") as folder:
+        return _rows_of_engines(systems, batches, runs, folder)
+
+
+def _rows_of_engines(systems: list[str], batches: list[int], runs: int, folder: Path) -> list[dict[str, Any]]:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(_SHAPE))
@@ -125,10 +127,12 @@ def _engine_rows(systems: list[str], batches: list[int], runs: int) -> list[dict
         for system in systems:
             ours, runner = _ENGINES[system]
             with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": runner}):
-                engines[system] = Served(system, model, _arguments(model, max(batches), batches, ours), folder / system)
+                log = folder / f"{system.replace('/', '-')}.log"
+                engines[system] = Served(system, model, _arguments(model, max(batches), batches, ours), log)
         for system, engine in engines.items():
-            facts = engine.facts()
-            if not facts["asynchronous"] or facts["kvcompile"] != _ENGINES[system][0]:
+            facts, (ours, runner) = engine.facts(), _ENGINES[system]
+            is_meant = facts["kvcompile"] == ours and facts["runner"] == f"V{int(runner) + 1}"
+            if not facts["asynchronous"] or not is_meant:
                 raise UsageError(f"{system}: the engine is {facts}, not what is to be measured")
         for seed in range(1 + runs):  # the first warms up
             for batch in batches:
@@ -139,7 +143,6 @@ def _engine_rows(systems: list[str], batches: list[int], runs: int) -> list[dict
     finally:
         for engine in engines.values():
             engine.close()
-    shutil.rmtree(folder)  # the logs of engines that have failed are left
     return [record.row(f"decode {batch}", s, "step_time", "ms", given) for (batch, s), given in values.items()]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcompile.config import UsageError
 from kvcompile.tools import engine_process, model_shapes
+from kvcompile.tools.checkpoint_config import read_json
 from kvcompile.tools.serve_engine import Served
 
 _WARM_UP = 2  # prompts of each length
@@ -28,9 +26,12 @@ class Shape(NamedTuple):
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """From a config.json."""
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    """From a config.json. Raises UsageError for one without it."""
+    try:
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        head_size = config.get("head_dim") or config["hidden_size"] // heads
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(f"--prefill: config.json gives no layers and heads ({error!r}); correct it") from None
     return Shape(layers, heads, config.get("num_key_value_heads") or heads, head_size)
 
 
@@ -42,14 +43,16 @@ def first_token_us(model: str, expected: Shape, tokens: Iterable[int], runs: int
 
     Raises UsageError for another shape, and where the engine does not run, with the place of its log.
     """
-    folder = Path(tempfile.mkdtemp(prefix="kvcompile-prefill-"))
+    with engine_process.scratch("prefill") as folder:
+        return _first_token_us(model, expected, sorted(set(tokens)), runs, folder)
+
+
+def _first_token_us(model: str, expected: Shape, lengths: list[int], runs: int, folder: Path) -> dict[int, list[float]]:
     model_folder = model_shapes.folder_of(model, folder)
-    shape = shape_of(json.loads((model_folder / "config.json").read_text()))
+    shape = shape_of(read_json(model_folder / "config.json"))
     if shape != expected:
-        shutil.rmtree(folder)
         given, needed = (", ".join(f"{name} {n}" for name, n in x._asdict().items()) for x in (expected, shape))
         raise UsageError(f"--prefill {model} has {needed}; what is pruned has {given}; give both the same")
-    lengths = sorted(set(tokens))
     cache = 2 * 2 * shape.layers * shape.kv_heads * shape.head_size * (lengths[-1] + 1)  # bf16 keys and values
     arguments = {
         **engine_process.model_arguments(model_folder),
@@ -62,11 +65,9 @@ def first_token_us(model: str, expected: Shape, tokens: Iterable[int], runs: int
     try:
         if served.facts()["kvcompile"]:
             raise UsageError(f"--prefill {model}: kvcompile is active in the engine, which has to be stock vLLM")
-        found = {length: _runs(served, length, runs) for length in lengths}
+        return {length: _runs(served, length, runs) for length in lengths}
     finally:
         served.close()
-    shutil.rmtree(folder)
-    return found
 
 
 def _runs(served: Served, length: int, runs: int) -> list[float]:

@@ -1,9 +1,10 @@
 """`kvcompile bench prune`: what pruning a prompt costs one layer: scores, selection, and the move of the kept tokens.
 
 Times are of one layer of a model of `--layers`: its layers are scored one after the other, each from a cache of its
-own, and selected and moved together at the end, as a prompt is. `kvcompile` is all of it, `kvcompile/score` and so on a
-part. With `--prefill`, a stock vLLM engine computes prompts of the same lengths first, and the pruning of all layers is
-said as a share of that.
+own, and selected and moved together at the end, as a prompt is (whose layers select in parts where more than 64 MiB of
+scores would wait). `kvcompile` is all of it, `kvcompile/score` and so on a part. They are replays of CUDA graphs: what
+launching costs the host is not in them. With `--prefill`, a stock vLLM engine computes prompts of the same lengths
+first, and the pruning of all layers is said as a share of that.
 """
 
 from __future__ import annotations

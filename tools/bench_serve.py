@@ -1,18 +1,19 @@
 """`kvcompile bench serve`: a served model, stock vLLM beside kvcompile and its parts, at equal GPU memory.
 
-Every system serves the same requests, all sent at once: each case goes round the systems, run by run. Equal is the sum
-of weights and KV cache, so that smaller weights are more cache; or the KV cache alone.
+Every system serves the same requests, all sent at once: one system after the other, or with --together each case round
+the systems, run by run. Equal is the sum of weights and KV cache, so that smaller weights are more cache; or the KV
+cache alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,7 +21,9 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 import kvcompile.integrations
 import kvcompile.ops
 import kvcompile.passes
+import kvcompile.tools
 from kvcompile.config import UsageError
+from kvcompile.llama_values import MODEL_TYPES
 from kvcompile.passes.pipeline import source_hash
 from kvcompile.tools import (
     engine_process,
@@ -33,7 +36,7 @@ from kvcompile.tools import (
     serve_report,
     serve_systems,
 )
-from kvcompile.tools.checkpoint_config import quantised_by, read_json
+from kvcompile.tools.checkpoint_config import quantised_by, read_json, refuse_other_values
 from kvcompile.tools.quantize_progress import say
 from kvcompile.tools.serve_run import Case, Serving
 from kvcompile.tools.serve_state import Results
@@ -52,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
     gpus = serve_gpus.chosen(args.gpus)
     names = serve_systems.chosen(args.systems, min(gpu.capability for gpu in gpus))
     shares = {gpu: names[place :: len(gpus)] for place, gpu in enumerate(gpus)}
-    with _scratch(args.json.parent if args.json else None) as scratch:
+    with engine_process.scratch("serve", args.json.parent if args.json else None) as scratch:
         serving = _serving(args, cases, names, scratch)
         for gpu, own in shares.items():
             held = {n: serve_memory.weight_bytes(serving.config, SYSTEMS[n].weights) + serving.kv[n] for n in own}
             serve_memory.check_fit(held, args.together, gpu)
-        serving.results = results = _results(args)
+        serving.results = results = _results(args, serving.config)
         with _progress(len(cases) * len(names) * args.runs, results.kept) as results.told:
             serving.serve({gpu: own for gpu, own in shares.items() if own})
     _report(args, cases, names, results)
@@ -81,29 +84,17 @@ def grid(text: str, requests: int) -> list[Case]:
     return cases
 
 
-@contextmanager
-def _scratch(parent: Path | None) -> Iterator[Path]:
-    """A folder for the time of a run; with logs of engines in it, it stays if the run does not end well."""
-    folder = Path(tempfile.mkdtemp(prefix="kvcompile-serve-", dir=parent))
-    try:
-        yield folder
-    except BaseException:
-        if not any(folder.glob("*.log")):
-            shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
-
-
 def _serving(args: argparse.Namespace, cases: list[Case], names: list[str], scratch: Path) -> Serving:
-    """Raises UsageError for a model that is quantised by itself, and for too little memory."""
+    """Raises UsageError for a model that is quantised by itself or not of a known kind, and for too little memory."""
     model = model_shapes.folder_of(args.model, scratch)
-    config = read_json(model / "config.json")
+    config = read_json(file := model / "config.json")
     if config.get("quantization_config") is not None:
         by = quantised_by(config["quantization_config"])
         raise UsageError(
             f"model {args.model}: quantised by {by} already, and systems quantise for themselves; give a checkpoint "
             "that is not"
         )
+    refuse_other_values(config, file, tuple(MODEL_TYPES))
     tokens = max(case.prompt + case.output for case in cases)
     kv = {name: serve_memory.kv_bytes(name, config, args.total_gib, args.kv_gib, tokens) for name in names}
     common = {
@@ -121,13 +112,23 @@ def _serving(args: argparse.Namespace, cases: list[Case], names: list[str], scra
     return Serving(model, config, cases, args.runs, args.together, arguments, kv, logs=scratch)
 
 
-def _results(args: argparse.Namespace) -> Results:
-    """Empty, or with what the same command has left beside --json. Raises UsageError if another one has."""
+def _results(args: argparse.Namespace, config: Mapping[str, Any]) -> Results:
+    """Empty, or with what the same command has left beside --json. Raises UsageError if another one has.
+
+    config: the model's config.json.
+    """
     if not args.json:
         return Results()
     path = args.json.with_name(args.json.name + ".state")
-    code = source_hash(kvcompile, kvcompile.ops, kvcompile.passes, kvcompile.integrations)
-    identity = serve_options.deciding(args) | {"GPU": record.gpu(), "package": record.versions(), "kvcompile": code}
+    # Of the tools too: what the systems are given, and how a run is timed, is theirs.
+    code = source_hash(kvcompile, kvcompile.ops, kvcompile.passes, kvcompile.integrations, kvcompile.tools)
+    identity = serve_options.deciding(args) | {
+        "config.json": config,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+        "GPU": record.gpu(),
+        "package": record.versions(),
+        "kvcompile": code,
+    }
     results = Results(path, identity)
     if results.kept:
         say(f"bench serve: {path} has {results.kept} runs of this command; going on from them")

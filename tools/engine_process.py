@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,19 @@ def call(function: Callable[..., Any], model: str, *arguments: Any) -> Any:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UsageError(f"--engine {model}: the engine failed: {last}; look at it with `vllm serve {model}`")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextmanager
+def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
+    """A folder for the time of a run; with logs of engines in it (*.log), it stays if the run does not end well."""
+    folder = Path(tempfile.mkdtemp(prefix=f"kvcompile-{name}-", dir=parent))
+    try:
+        yield folder
+    except BaseException:
+        if not any(folder.glob("*.log")):
+            shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
 
 
 def environment() -> dict[str, str]:

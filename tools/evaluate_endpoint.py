@@ -10,6 +10,7 @@ import http.client
 import json
 import math
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -18,10 +19,10 @@ from kvcompile.config import UsageError
 from kvcompile.prune.plan import BUDGET, SWITCH
 from kvcompile.tools import http_json
 
-_NAMED = re.compile(r"(?:([\w. -]+)=)?(https?://[^/?#]+(?:/.*)?)$")
+_NAMED = re.compile(r"(?:([\w. -]+)=)?(https?://[^/?#\s]+(?:/.*)?)")
 _PRUNED = "vllm:kvcompile_pruned_tokens_total"  # on /metrics of a server that prunes
 _MOST_SAID = 300  # characters of what a server says of a refusal
-_CONCURRENCY, _TIMEOUT_S = 4, 600
+_CONCURRENCY, _TIMEOUT_S, _MOST_TIMEOUT_S = 4, 600, 86400
 T = TypeVar("T")
 
 
@@ -60,11 +61,9 @@ class Endpoint(NamedTuple):
             body["vllm_xargs"] = {BUDGET: budget} if budget else {SWITCH: "false"}
         if question.chat:
             body["messages"] = [{"role": "user", "content": question.prompt}]
-            found = self._post("/v1/chat/completions", body, lambda choice: choice["message"]["content"])
-        else:
-            body["prompt"] = question.prompt
-            found = self._post("/v1/completions", body, lambda choice: choice["text"])
-        return found or ""
+            return self._post("/v1/chat/completions", body, lambda choice: _text(choice["message"]["content"]))
+        body["prompt"] = question.prompt
+        return self._post("/v1/completions", body, lambda choice: _text(choice["text"]))
 
     def nats(self, tokens: Sequence[int]) -> float:
         """Mean nats of each of `tokens` but the first, behind those before it.
@@ -76,7 +75,10 @@ class Endpoint(NamedTuple):
         def read(choice: dict[str, Any]) -> float:
             entries = choice["prompt_logprobs"]
             nats = [-entries[at][str(tokens[at])]["logprob"] for at in range(1, len(tokens))]
-            return math.fsum(nats) / len(nats)
+            mean = math.fsum(nats) / len(nats)
+            if not math.isfinite(mean):
+                raise ValueError(f"log-probabilities of mean {-mean}")
+            return mean
 
         return self._post("/v1/completions", body, read)
 
@@ -93,7 +95,7 @@ class Endpoint(NamedTuple):
         answer = _asked(self.url, path, {"model": self.model, **body}, self.timeout_s)
         try:
             return read(answer["choices"][0])
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UsageError(
                 f"--endpoint {self.url}: the answer of {path} has not what vLLM's has ({error!r}); give a vLLM server"
             ) from error
@@ -126,8 +128,8 @@ def connect(args: argparse.Namespace) -> list[Endpoint]:
     if len(args.endpoint) > 2:
         raise UsageError(f"--endpoint is given {len(args.endpoint)} times; allowed are one and two, to compare")
     timeout_s = _TIMEOUT_S if args.timeout is None else args.timeout
-    if not timeout_s > 0:
-        raise UsageError(f"--timeout {timeout_s}; allowed is more than 0")
+    if not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise UsageError(f"--timeout {timeout_s}; allowed is more than 0, up to {_MOST_TIMEOUT_S}, a day")
     endpoints = [_connect(text, args.served_model, timeout_s) for text in args.endpoint]
     if len({endpoint.name for endpoint in endpoints}) < len(endpoints):
         raise UsageError(f"--endpoint: two are called {endpoints[0].name}; give them names, such as stock=URL")
@@ -148,14 +150,17 @@ def limit(endpoints: Sequence[Endpoint]) -> int | None:
 
 
 def _connect(text: str, model: str | None, timeout_s: float) -> Endpoint:
-    found = _NAMED.match(text)
+    found = _NAMED.fullmatch(text)
     if found is None:
         raise UsageError(f"--endpoint {text}; allowed is a URL such as http://127.0.0.1:8000, or NAME=URL")
     url = found[2].rstrip("/").removesuffix("/v1")
     listed = _asked(url, "/v1/models", None, timeout_s)
     try:
         served = {each["id"]: each.get("max_model_len") for each in listed["data"]}
-        named = model or next(iter(served))
+        named = next(iter(served)) if model is None else model
+        limits = [limit for limit in served.values() if limit is not None]
+        if not all(type(name) is str for name in served) or not all(type(limit) is int for limit in limits):
+            raise TypeError("an id that is no text, or a max_model_len that is no whole number")
     except (KeyError, TypeError, StopIteration) as error:
         raise UsageError(f"--endpoint {url}: /v1/models lists no model; give a vLLM server") from error
     if named not in served:
@@ -164,12 +169,23 @@ def _connect(text: str, model: str | None, timeout_s: float) -> Endpoint:
 
 
 def _prunes(url: str, timeout_s: float) -> bool:
-    """Whether /metrics has the counters of pruning, which a server has that can prune, and no other."""
+    """Whether /metrics has the counters of pruning, which a server has that can prune, and no other.
+
+    A server that has no such page is none of ours. One that fails to give it could be, and would be compared unpruned.
+    """
+    where = f"--endpoint {url}: /metrics"
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
             return _PRUNED in answer.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return False  # a server without /metrics is none of ours
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.NOT_FOUND:
+            return False
+        raise UsageError(
+            f"{where} answers {error.code}, so whether it prunes is not known; allowed are 200 and 404"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", None) or error or type(error).__name__
+        raise UsageError(f"{where} is not answered ({why}), so whether it prunes is not known; try again") from error
 
 
 def _asked(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
@@ -189,6 +205,13 @@ def _said(text: str) -> str:
         return _one_line(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
         return _one_line(text)
+
+
+def _text(content: object) -> str:
+    """Of an answer; a chat without any has null."""
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"a text of type {type(content).__name__}")
+    return content or ""
 
 
 def _one_line(text: str) -> str:

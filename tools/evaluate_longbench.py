@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvcompile.config import PruneConfig, UsageError
 from kvcompile.tools import evaluate_answering, evaluate_endpoint, evaluate_methods, evaluate_report
 from kvcompile.tools import evaluate_longbench_data as data
 from kvcompile.tools.evaluate_answering import Answering
+from kvcompile.tools.evaluate_endpoint import Question
 from kvcompile.tools.evaluate_longbench_metrics import METRICS, NO_METRIC, score
 from kvcompile.tools.evaluate_report import Drawing, Table
 from kvcompile.tools.evaluate_statistics import macro_row, paired, row
@@ -70,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     questions = [
         [data.question(task, sample, answering.tokenizer, most, chat) for sample in task.samples] for task in tasks
     ]
-    answering.check(list(chain.from_iterable(questions)))
+    every = list(chain.from_iterable(questions))
+    _check_room(most, every, answering.limit)
+    answering.check(every)
     scores: Scores = defaultdict(lambda: defaultdict(list))
     for task, asked in zip(tasks, questions, strict=True):
         for (budget, system), texts in answering.ask(asked).items():
@@ -129,6 +133,16 @@ def _max_length(given: int | None, limit: int | None, answer: int) -> int:
     if given is not None and given < 2:
         raise UsageError(f"--max-length {given}; allowed is 2 or more")
     return allowed if given is None else given
+
+
+def _check_room(most: int, questions: Sequence[Question], limit: int | None) -> None:
+    """Raise UsageError where a chat template takes more than was left for it: before the first question is asked."""
+    longest = max(question.tokens + question.max_tokens for question in questions)
+    if limit is not None and longest > limit:
+        raise UsageError(
+            f"--max-length {most}: with chat template and answer the longest prompt has {longest} tokens; the model "
+            f"takes {limit}; give less"
+        )
 
 
 def _rows(scores: Scores, against: str) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def device(asked: str | None) -> str:
     """Raises UsageError for one that torch cannot use."""
     found = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=found)
+        torch.zeros(1, device=found).item()  # "meta" makes tensors, and none that could be read
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {found}: {str(error).splitlines()[0]}; give cpu, or cuda on a GPU") from error
     return found

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.config import UsageError
+from kvcompile.llama_values import MODEL_TYPES
 from kvcompile.ops.kv8 import reference
+from kvcompile.tools.checkpoint_config import config_file, read_json, refuse_other_values
 
 ATTENTION = "kvcompile_pruned"
 
@@ -78,7 +80,8 @@ def _attention(
 class PrunedModel:
     """The model of a checkpoint folder, in float32 on `device`.
 
-    Raises UsageError for a folder that transformers loads no causal language model from.
+    Raises UsageError for a folder that transformers loads no causal language model from, and for an architecture whose
+    attention may do more than is done here.
     """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
@@ -91,13 +94,17 @@ class PrunedModel:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation=ATTENTION, **loading
             )
-        except (OSError, ValueError, KeyError) as error:
-            why = " ".join(str(error).split())
+        except Exception as error:  # whatever goes wrong in there is the checkpoint's doing
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UsageError(f"{folder}: no model and tokenizer can be loaded ({why}); give a checkpoint") from error
+        file = config_file(folder)
+        refuse_other_values(read_json(file), file, tuple(MODEL_TYPES))
         self.device = torch.device(device)
         self._model = model.eval().requires_grad_(False).to(self.device)
         self.vocabulary: int = model.config.vocab_size
-        self.max_tokens: int = model.config.max_position_embeddings
+        # Within a sliding window every token sees all before it, as it does here.
+        most = model.config.max_position_embeddings, getattr(model.config, "sliding_window", None)
+        self.max_tokens: int = min(tokens for tokens in most if tokens is not None)
         end = model.generation_config.eos_token_id
         self._ends: list[int] = [end] if isinstance(end, int) else end or []
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from kvcompile.tools import record
+
 _COLOURS = ("#212529", "#0b7285", "#f08c00", "#7048e8", "#2b8a3e", "#c2255c", "#adb5bd", "#1971c2", "#a61e4d")
 _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP, _LINE, _CHARACTER = 60, 60, 240, 260, 50, 18, 7
 
 
 def write(path: Path, title: str, rows: Sequence[dict[str, Any]], metric: str, before: str = "question ") -> None:
     """Write the drawing whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(draw(title, rows, metric, before), encoding="utf-8")
-    part.replace(path)
+    record.write_text(path, draw(title, rows, metric, before))
 
 
 def draw(title: str, rows: Sequence[dict[str, Any]], metric: str, before: str = "question ") -> str:

@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, plot: bool = True) -> None
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError if a file that is asked for cannot be written."""
-    for name in _FILES:
-        record.check_target(f"--{name}", getattr(args, name, None))
+    record.check_targets({f"--{name}": getattr(args, name, None) for name in _FILES})
 
 
 def publish(
@@ -55,7 +54,7 @@ def publish(
         for part in _parts(table):
             record.console().print(evaluate_table.console_table(*part))
     if args.markdown:
-        args.markdown.write_text("\n".join(evaluate_table.markdown(*table) for table in tables), encoding="utf-8")
+        record.write_text(args.markdown, "\n".join(evaluate_table.markdown(*table) for table in tables))
     if drawing is not None and args.plot:
         evaluate_plot.write(args.plot, *drawing)
     if args.json:

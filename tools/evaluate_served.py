@@ -5,6 +5,7 @@ Systems are the endpoints' names; of one that prunes and is asked with budgets, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -67,8 +68,17 @@ def answers(
 
 def in_parallel(ask: Callable[[T], R], asked: Iterable[T], concurrency: int) -> list[R]:
     """`ask` of each, in order, so many at a time; after one that fails no other is begun."""
+    failed = threading.Event()
+
+    def unless_failed(each: T) -> R | None:
+        try:
+            return None if failed.is_set() else ask(each)
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(ask, asked))  # which takes back what has not begun
+        return list(pool.map(unless_failed, asked))
 
 
 def _kept(budget: Budget, tokens: int) -> int:

@@ -28,5 +28,7 @@ def ask(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deep") from error
     except urllib.error.HTTPError as error:
         raise Refused(error.code, error.read().decode(errors="replace")) from None

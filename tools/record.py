@@ -15,7 +15,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,21 @@ def check_target(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise UsageError(f"{option} {path}: a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{option} {path}: a device or a pipe, which a file would replace; give the name of a file")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder does not exist; create it or name another")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"{option} {path}: the folder cannot be written to; name another")
+
+
+def check_targets(paths: Mapping[str, Path | None]) -> None:
+    """As `check_target` of each, by the option that names it; raise UsageError for two that are one file, too."""
+    named: dict[Path, str] = {}
+    for option, path in paths.items():
+        check_target(option, path)
+        if path is not None and (other := named.setdefault(path.resolve(), option)) != option:
+            raise UsageError(f"{option} {path}: {other} is written there; name another")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ The engine stays idle between two questions, so several can share a GPU and be a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -27,7 +28,7 @@ from kvcompile.tools import engine_process
 
 FACTS = (
     *("blocks", "block_size", "model_dtype", "linears", "dtype", "attention", "graphs", "asynchronous"),
-    *("prefix_caching", "scheduler", "worker", "kvcompile", "prunes", "length_aware", "connector"),
+    *("prefix_caching", "scheduler", "worker", "runner", "kvcompile", "prunes", "length_aware", "connector"),
     *("weight_bytes", "allocated_bytes", "cores"),
 )
 _MARK = "kvcompile-serve "
@@ -66,8 +67,9 @@ class Served:
         """Serve `requests` of that many prompt and output tokens, all sent at once."""
         asked = {"prompt": prompt, "output": output, "requests": requests, "seed": seed}
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended while it was idle: `_answer` tells why
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
@@ -150,6 +152,7 @@ def of_config(config: Any) -> dict[str, Any]:
         "asynchronous": bool(config.scheduler_config.async_scheduling),
         "prefix_caching": bool(cache.enable_prefix_caching),
         "worker": config.parallel_config.worker_cls,
+        "runner": "V2" if config.use_v2_model_runner else "V1",  # vLLM takes V1 for quantised models, V2 for others
         "kvcompile": active.is_active(config),
         "prunes": active.prunes(config),
         "length_aware": config.scheduler_config.scheduler_cls == active.SCHEDULER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ def found() -> list[tuple[tuple[int, int], int]]:
 def chosen(text: str) -> list[Gpu]:
     """The GPUs of --gpus; the cores of this process are shared out among them. Raises UsageError."""
     there, names = found(), text.split(",")
-    numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
+    numbers = [int(name) for name in names if re.fullmatch("[0-9]{1,4}", name)]
     if len(set(numbers)) < len(names) or max(numbers) >= len(there):
         allowed = f"different numbers from 0 to {len(there) - 1}, as in 0,1" if len(there) > 1 else "0, the only one"
         raise UsageError(f"--gpus is {text!r}; allowed are {allowed}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ TOTAL_GIB = 41.0  # bf16 weights of Llama-3.1-8B and the 26 GiB of KV that a GPU
 
 
 class Option(NamedTuple):
-    """kind: str, int, float, bool or Path. least: of an int; a float is above 0."""
+    """kind: str, int, float, bool or Path. least: of an int; a float is GiB, above 0."""
 
     kind: type
     default: Any
@@ -46,6 +45,7 @@ OPTIONS = {
     "markdown": Option(Path, None, "also write the table", "FILE"),
     "plot": Option(Path, None, "also draw output tokens a second; an .svg", "FILE"),
 }
+_MOST_GIB = 1_000_000  # more than any machine has, and an exact number of bytes
 _WHERE = ("json", "markdown", "plot")  # what a result goes to, which it does not depend on
 _MEMORY = ("total-gib", "kv-gib")
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "the name of a file"}
@@ -79,8 +79,7 @@ def complete(args: argparse.Namespace) -> None:
         _check(name, option, getattr(args, _field(name)))
     if args.kv_gib is None and args.total_gib is None:
         args.total_gib = TOTAL_GIB
-    for name in _WHERE:
-        record.check_target(f"--{name}", getattr(args, name))
+    record.check_targets({f"--{name}": getattr(args, name) for name in _WHERE})
     if args.plot and args.plot.suffix != ".svg":
         raise UsageError(f"--plot {args.plot}: it draws SVG alone; end the name in .svg")
 
@@ -93,8 +92,8 @@ def deciding(args: argparse.Namespace) -> dict[str, Any]:
 def _check(name: str, option: Option, value: Any) -> None:
     if option.kind is int and value < option.least:
         raise UsageError(f"--{name} is {value}; allowed is {option.least} or more")
-    if option.kind is float and value is not None and not 0 < value < math.inf:
-        raise UsageError(f"--{name} is {value}; allowed is more than 0")
+    if option.kind is float and value is not None and not 0 < value <= _MOST_GIB:
+        raise UsageError(f"--{name} is {value}; allowed is more than 0, up to {_MOST_GIB:,}")
 
 
 def _table(path: Path) -> Mapping[str, Any]:
@@ -121,7 +120,10 @@ def _value(path: Path, name: str, value: Any) -> Any:
     if not isinstance(value, expected) or (isinstance(value, bool) and kind is not bool):
         more = ", or a list of texts" if kind is str else ""
         raise UsageError(f"--config {path}: {name} is {shown(value)}; allowed is {_WORDS[kind]}{more}")
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:  # a whole number for a float
+        raise UsageError(f"--config {path}: {name} is a number beyond all measure; correct it") from None
 
 
 def _field(name: str) -> str:

@@ -28,8 +28,9 @@ class Results:
             return
         if path.exists():
             self._read(path, identity or {})
-        else:
-            self._append({"identity": identity})
+        if not self.kept:  # of a command that came to no run, nothing is held against another
+            self.facts.clear()
+            path.write_text(json.dumps({"identity": identity}) + "\n")
 
     def add_facts(self, system: str, facts: dict[str, Any]) -> None:
         with self._lock:
@@ -76,7 +77,8 @@ class Results:
             raise UsageError(
                 f"{path} does not hold what a run left ({error!r}); remove it, or name another --json"
             ) from None
-        if other := [key for key, value in identity.items() if before.get(key) != value]:
+        other = [key for key, value in identity.items() if before.get(key) != value]
+        if other and self.kept:
             raise UsageError(
                 f"{path} holds runs that were made with another {', '.join(other)}; repeat that command as it was, "
                 "remove the file, or name another --json"

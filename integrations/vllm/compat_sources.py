@@ -11,13 +11,21 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.kvcompile")
+
 # Of vLLM 0.23.0.
-_SCHEDULER = "e137b55d3f0555decdfd0ebaa1ceee448c7dbdbb1212d7e1b27ef06ae4886dde"
+_SCHEDULER = "7f4f59ed081517827ec917191fb1ce66f3c476fc5eccdb1a510d274d27d4ee60"
 
 
 def scheduler_is_known() -> bool:
-    """Of what `plain_steps.py` repeats, and of what it takes to be without effect in a decode step."""
+    """Of what `plain_steps.py` repeats, and of what it takes to be without effect in a decode step.
+
+    Where it is not, a step takes longer, and the log says why.
+    """
     from vllm.v1.core import kv_cache_manager, single_type_kv_cache_manager
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -37,6 +45,11 @@ def scheduler_is_known() -> bool:
         AsyncScheduler,
         check_stop,
         kv_cache_manager.KVCacheManager.allocate_slots,
+        KVCacheCoordinator.get_num_blocks_to_allocate,
+        KVCacheCoordinator.allocate_new_blocks,
+        KVCacheCoordinator.remove_skipped_blocks,
+        blocks.remove_skipped_blocks,
+        blocks.get_num_skipped_tokens,
         blocks.get_num_blocks_to_allocate,
         blocks.allocate_new_blocks,
         blocks.cache_blocks,
@@ -48,7 +61,10 @@ def scheduler_is_known() -> bool:
         EngineCoreOutputs,
         ModelRunnerOutput,
     )
-    return _digest(repeated) == _SCHEDULER
+    if _digest(repeated) == _SCHEDULER:
+        return True
+    logger.warning("this vLLM's scheduler is not that of 0.23.0: decode steps are scheduled by its own, slower code")
+    return False
 
 
 def _digest(sources: Iterable[Any]) -> str:

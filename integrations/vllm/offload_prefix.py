@@ -30,6 +30,14 @@ class _Run(NamedTuple):
     copies: list[Copy]
 
 
+class _Ended(NamedTuple):
+    """A page of a request that has ended. keys: of that request's pages, in order."""
+
+    block: KVCacheBlock
+    page: int
+    keys: list[bytes]
+
+
 class HostPrefix:
     """most_hits(request): tokens that one about to be admitted may have from others; where it is pruned, fewer."""
 
@@ -37,7 +45,7 @@ class HostPrefix:
         self._books, self._transfers = books, transfers
         self.most_hits: Callable[[Any], int] = lambda request: 0
         self._run: _Run | None = None  # of whom vLLM asked last
-        self._ended: OrderedDict[bytes, tuple[KVCacheBlock, int]] = OrderedDict()  # by key; with its page
+        self._ended: OrderedDict[bytes, _Ended] = OrderedDict()  # by key
 
     def found(self, request: Any, hit_tokens: int) -> int:
         """Tokens of whole blocks, behind the first ones that the device has."""
@@ -58,31 +66,39 @@ class HostPrefix:
         if not tokens:
             return run.hit_tokens
         first = run.hit_tokens // self._books.block_size
-        self._books.prefixes.used(run.copies)
+        self._books.prefixes.used([copy.key for copy in run.copies])
         self._transfers.load(request, run.copies, list(blocks[first : first + len(run.copies)]), run.hit_tokens)
         return None
 
     def ended(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """What a request that ends holds of what others can use is copied later, if there is time."""
-        for page, block in enumerate(blocks):
-            key = key_of(block)
-            if key is not None and key not in self._books.prefixes:
-                self._ended[key] = block, page
+        """What a request that ends holds of what others can use is copied later, if there is time.
+
+        No more than the host has slots: its own first pages would make room for the last.
+        """
+        keys: list[bytes] = []
+        for page, block in enumerate(blocks[: self._books.pool.slots]):
+            if (key := key_of(block)) is None:
+                continue
+            keys.append(key)
+            if key not in self._books.prefixes:
+                self._ended[key] = _Ended(block, page, keys)
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
 
     def copy_ended(self, most_pages: int) -> None:
         """Copy as much of it, at most, as is still on the device and in nobody's hands."""
         while self._ended and most_pages > 0:
-            key, (block, page) = self._ended.popitem(last=False)
+            key, (block, page, keys) = self._ended.popitem(last=False)
             # Whoever holds the block may be computing it in this very step.
-            if block.ref_cnt or key_of(block) != key or key in self._books.prefixes:
-                continue
-            copy = self._books.keep(page, key)
-            if copy is None:
-                return
-            self._transfers.store(copy, block)
-            most_pages -= 1
+            if not block.ref_cnt and key_of(block) == key and key not in self._books.prefixes:
+                copy = self._books.keep(page, key)
+                if copy is None:
+                    return
+                self._transfers.store(copy, block)
+                most_pages -= 1
+            if key == keys[-1]:
+                # The first pages were copied first, and are good without the last ones: those go before them.
+                self._books.prefixes.used(keys)
 
     def forget(self) -> None:
         self._ended.clear()

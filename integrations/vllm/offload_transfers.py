@@ -64,6 +64,7 @@ class Transfers:
         self.stores: dict[int, Store] = {}  # by tag
         self.loads: dict[int, Load] = {}  # by number
         self._numbers = self._outputs = 0
+        self._overdue = 0  # of the stores and loads here
         self._move_stores: list[Move] = []
         self._move_loads: dict[int, tuple[Move, ...]] = {}
 
@@ -109,6 +110,7 @@ class Transfers:
             if store := self.stores.get(tag):
                 store.answer = store.answer.and_also(answer)
                 if store.answer.ranks == self._all_ranks:
+                    self._overdue -= store.overdue
                     yield self.stores.pop(tag)
 
     def loads_ended(self, word: Word) -> Iterator[Load]:
@@ -118,6 +120,7 @@ class Transfers:
                 if load.answer.ranks == self._all_ranks:
                     for copy in load.copies:
                         self._host().end_read(copy)
+                    self._overdue -= load.overdue
                     yield self.loads.pop(number)
 
     def unpin(self, store: Store) -> int:
@@ -148,6 +151,7 @@ class Transfers:
         for store in late:
             store.overdue = True
             self.unpin(store)
+        self._overdue += len(late)
         return late
 
     def loads_overdue(self) -> list[Load]:
@@ -156,12 +160,13 @@ class Transfers:
         for load in late:
             load.overdue = True
             self._device.touch(load.blocks)
+        self._overdue += len(late)
         return late
 
     @property
     def late(self) -> bool:
-        """Whether an answer is still missing that should have come."""
-        return any(each.overdue for each in (*self.stores.values(), *self.loads.values()))
+        """Whether an answer is still missing that should have come: asked of every request that runs, in a step."""
+        return self._overdue > 0
 
     @property
     def waiting(self) -> bool:
@@ -186,3 +191,5 @@ class Transfers:
         reading = {copy.tag for copy in self._host().copies() if copy.state is State.READING}
         assert writing == set(self.stores), "copies are written that nobody waits for"
         assert reading == {copy.tag for load in self.loads.values() for copy in load.copies}, "the same of reading"
+        overdue = sum(each.overdue for each in (*self.stores.values(), *self.loads.values()))
+        assert overdue == self._overdue, f"{overdue} answers are overdue, {self._overdue} are counted"

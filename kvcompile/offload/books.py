@@ -167,15 +167,15 @@ class Books:
         self.pool.release(copy)
 
     def distrust(self, copies: Sequence[Copy]) -> None:
-        """Nobody else may use these any more; a request of its own finds out by itself whether they are good."""
+        """Nobody else may use these any more; a preempted request finds out by itself whether its own are good."""
         for copy in copies:
             if copy.dropped:
                 continue
-            if copy.owner is None:
-                self._forget(copy)
-            else:
+            if copy.owner in self._lives:
                 self.prefixes.hide(copy)
                 copy.key = None
+            else:  # who runs can do without; when it ends they would be found again, unread
+                self._forget(copy)
 
     # ---- requests that come back, or end
 

@@ -66,11 +66,11 @@ class Prefixes:
             found.append(copy)
         return found
 
-    def used(self, copies: Sequence[Copy]) -> None:
+    def used(self, keys: Sequence[Hashable]) -> None:
         """Those of one request, in order."""
-        for copy in reversed(copies):
-            if copy.key in self._kept:
-                self._kept.move_to_end(copy.key)
+        for key in reversed(keys):
+            if key in self._kept:
+                self._kept.move_to_end(key)
 
     def adopt(self, key: Hashable) -> Copy | None:
         """A whole copy that is kept and has an owner from now on; None if there is none."""

@@ -1,4 +1,5 @@
-// The observation queries of a request against tiles of its tokens, in blocks of 256 threads.
+// The observation queries of a request against tiles of its tokens, in blocks of 256 threads or WARPS_OF_BLOCK
+// warps.
 //
 // A block has one KV head (blockIdx.y of gridDim.y) and one chunk of the rows that attend to it (blockIdx.z): a row is a
 // query of one of the KV head's r query heads. A chunk is `heads_per_chunk` whole heads, or, where a window is larger

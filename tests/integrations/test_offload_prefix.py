@@ -10,10 +10,11 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kvcompile.integrations.vllm.offload_messages import Answer, Word
 from kvcompile.integrations.vllm.offload_prefix import HostPrefix
 from kvcompile.integrations.vllm.offload_transfers import Transfers
 from kvcompile.integrations.vllm.replay import Replay
-from kvcompile.offload.books import Books
+from kvcompile.offload.books import Books, Life
 from kvcompile.offload.counters import Reason
 from kvcompile.offload.host_pool import HostPool
 from kvcompile.schedule.trace import Arrival
@@ -181,11 +182,39 @@ def test_what_somebody_holds_or_has_taken_since_is_not_copied() -> None:
 
 def test_a_host_pool_without_a_slot_to_give_takes_nothing() -> None:
     prefix, transfers, pool = _parts()
+    assert len(prefix._books.preempt("another", Life(tokens=32, first=0))) == 2
+    blocks = _hashed(pool, 4)
+    prefix.ended(blocks)
+    pool.free_blocks(reversed(blocks))
+    prefix.copy_ended(9)  # four slots, of which two are not to be had
+    assert len(transfers.take_orders().stores) == 2
+
+
+def _copied(prefix: HostPrefix, transfers: Transfers) -> list[int]:
+    """Pages that are kept once all that has ended is copied a page a step, the first to go first."""
+    while prefix._ended:
+        prefix.copy_ended(1)
+        for store in transfers.stores_ended(Word({move.tag: Answer(1) for move in transfers.take_orders().stores})):
+            prefix._books.stored(store.copy, well=True)
+            transfers.unpin(store)
+    prefix._books.check_integrity()
+    return [copy.page for copy in prefix._books.prefixes.kept()]
+
+
+def test_of_what_is_copied_after_its_end_too_the_last_pages_go_first() -> None:
+    prefix, transfers, pool = _parts()
+    blocks = _hashed(pool, 3)
+    prefix.ended(blocks)
+    pool.free_blocks(reversed(blocks))
+    assert _copied(prefix, transfers) == [2, 1, 0]
+
+
+def test_of_a_request_longer_than_the_host_has_slots_the_first_pages_are_kept() -> None:
+    prefix, transfers, pool = _parts()
     blocks = _hashed(pool, 6)
     prefix.ended(blocks)
     pool.free_blocks(reversed(blocks))
-    prefix.copy_ended(9)  # four slots, and none of them is written yet
-    assert len(transfers.take_orders().stores) == 4
+    assert _copied(prefix, transfers) == [3, 2, 1, 0]
 
 
 def test_a_request_finds_no_more_than_it_may_have_from_others() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import RepetitionDetectionParams
 
 from kvcompile.integrations.vllm import compat_sources, replay
-from kvcompile.integrations.vllm.plain_steps import PLAIN, PlainSteps
+from kvcompile.integrations.vllm.plain_steps import PLAIN, PlainSteps, _is_plain
 from kvcompile.schedule.trace import Arrival
 from tests.integrations import prune_replays
 from tests.integrations.replays import STEP, pressing, scheduler_of
@@ -58,6 +60,7 @@ def _state(scheduler: Any) -> dict[str, Any]:
                 request.num_computed_tokens,
                 request.num_output_placeholders,
                 request.async_tokens_to_discard,
+                request.next_decode_eligible_step,
                 request.is_prefill_chunk,
                 list(request.spec_token_ids),
                 list(request.all_token_ids),
@@ -199,16 +202,105 @@ def test_so_it_does_where_requests_are_pruned(asynchronous, inline):
     assert _both(make, serve).plain_steps > 50
 
 
-def test_so_it_does_where_the_prefix_cache_is_reset_with_all_that_runs():
+@SYNC_OR_NOT
+def test_so_it_does_where_the_prefix_cache_is_reset_with_all_that_runs(asynchronous):
     def reset(done: replay.Replay) -> None:
         if done.outcome.steps in (30, 77):
             done.scheduler.reset_prefix_cache(reset_running_requests=True)
-            pass
 
     def make() -> Any:
-        return scheduler_of(600, asynchronous=False)
+        return scheduler_of(600, asynchronous=asynchronous)
 
     assert _both(make, _serve(_trace(5, 30), after_step=reset)).plain_steps > 50
+
+
+@SYNC_OR_NOT
+def test_so_it_does_for_the_second_model_runner(asynchronous):
+    def make() -> Any:
+        scheduler, config = scheduler_of(600, asynchronous=asynchronous)
+        scheduler.use_v2_model_runner = True
+        return scheduler, config
+
+    assert _both(make, _serve(_trace(7, 20))).plain_steps > 50
+
+
+def _with(requests: Any = None, results: Any = None, **fields: Any) -> Any:
+    """Makes schedulers whose requests and results are changed by these before they see them."""
+
+    def make() -> Any:
+        scheduler, config = scheduler_of(600, **fields)
+        add, update = scheduler.add_request, scheduler.update_from_output
+        if requests:
+            scheduler.add_request = lambda request: (requests(request.sampling_params), add(request))
+        if results:
+            scheduler.update_from_output = lambda output, result: (results(result), update(output, result))[1]
+        return scheduler, config
+
+    return make
+
+
+@SYNC_OR_NOT
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ({"stop_token_ids": [], "_eos_token_id": 1}, "stop"),
+        ({"stop_token_ids": [1], "min_tokens": 30}, "stop"),
+        ({"stop_token_ids": [], "repetition_detection": RepetitionDetectionParams(3, 1, 9)}, "repetition"),
+        ({"stop_token_ids": []}, "length"),
+    ],
+    ids=["eos", "not before", "repetition", "longest"],
+)
+def test_a_request_ends_where_and_as_vllm_ends_it(asynchronous, end, reason):
+    ended = []
+
+    def change(sampling: Any) -> None:
+        for name, value in end.items():
+            setattr(sampling, name, value)
+        sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)  # as vLLM demands
+
+    def serve(scheduler: Any, config: Any) -> None:
+        update = scheduler.update_from_output
+
+        def watched(output: Any, result: Any) -> Any:
+            plain, outputs = getattr(output, PLAIN, False), update(output, result)
+            said = [one for each in outputs.values() for one in each.outputs if one.finish_reason is not None]
+            ended.extend(str(one.finish_reason) for one in said if plain)
+            return outputs
+
+        scheduler.update_from_output = watched
+        _serve(_trace(8, 20))(scheduler, config)
+
+    _both(_with(change, asynchronous=asynchronous, max_model_len=256), serve)
+    assert ended.count(reason) > 5
+
+
+class _Logprobs:
+    """Stands for those of a step's tokens."""
+
+    def slice_request(self, index: int, tokens: int) -> Any:
+        return index, tokens
+
+
+@pytest.mark.parametrize(
+    "found", [{"logprobs": _Logprobs()}, {"num_nans_in_logits": {"1": 3, "4": 2}}], ids=["log-probabilities", "nans"]
+)
+def test_what_a_result_has_beyond_tokens_is_told_as_by_vllm(found):
+    def request(sampling: Any) -> None:
+        sampling.logprobs = 1
+
+    def result(made: Any) -> None:
+        for name, value in found.items():
+            setattr(made, name, value)
+
+    assert _both(_with(request, result), _serve(_trace(9, 10))).plain_steps > 20
+
+
+def test_only_a_request_that_needs_nothing_but_its_next_token_is_plain():
+    nothing = dict.fromkeys(("structured_output_request", "lora_request", "pooling_params"))
+    nothing |= {"mm_features": [], "spec_token_ids": [], "resumable": False}
+    assert _is_plain(SimpleNamespace(**nothing))
+    for name in nothing:
+        assert not _is_plain(SimpleNamespace(**nothing | {name: [7]})), name
 
 
 def test_what_a_step_has_beyond_plain_is_left_to_vllm():
@@ -228,7 +320,10 @@ def test_what_a_step_has_beyond_plain_is_left_to_vllm():
 
 
 def test_sources_that_differ_from_those_that_are_known_turn_plain_steps_off(monkeypatch):
+    said = []
     monkeypatch.setattr(compat_sources, "_SCHEDULER", "of another version")
+    monkeypatch.setattr(compat_sources.logger, "warning", said.append)
     scheduler, config = scheduler_of(500)
     _serve(pressing(5))(scheduler, config)
     assert scheduler.plain_steps == 0
+    assert said == ["this vLLM's scheduler is not that of 0.23.0: decode steps are scheduled by its own, slower code"]

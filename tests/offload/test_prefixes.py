@@ -90,7 +90,7 @@ def test_the_least_recently_used_go_first_and_of_one_request_the_last_pages() ->
     books = _books(slots=5)
     _ended(books, "a", ["x", "xy"])
     _ended(books, "b", ["u", "uv", "uvw"])
-    books.prefixes.used(books.prefixes.run(["x", "xy"]))
+    books.prefixes.used(["x", "xy"])
     gone = []
     for page in range(4):
         before = set(_kept(books))
@@ -166,6 +166,19 @@ def test_what_could_not_be_loaded_is_found_by_nobody_any_more_but_its_owner() ->
     assert books.pool.free == 9
     books.finish("a")
     assert not _kept(books)
+    books.check_integrity()
+
+
+def test_what_a_running_request_has_of_it_is_not_found_either_when_that_has_ended() -> None:
+    books = _books()
+    books.reshape("running", None)
+    copy = books.back_up("running", 0, "x")
+    books.stored(copy, well=True)
+    books.distrust([copy])
+    assert not books.has_copy("running", 0)
+    books.finish("running", ["x"])
+    assert books.prefixes.run(["x"]) == []
+    assert books.pool.free == 10
     books.check_integrity()
 
 

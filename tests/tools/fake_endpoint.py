@@ -21,7 +21,7 @@ class FakeEndpoint:
 
     def __init__(self, reply: Reply, *, prunes: bool, limit: int, status: int, nats: float, hold_s: float) -> None:
         self.reply, self.prunes, self.limit, self.status, self.nats = reply, prunes, limit, status, nats
-        self.hold_s, self.offset = hold_s, 0
+        self.hold_s, self.offset, self.metrics_status = hold_s, 0, 200
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.most_at_once = self._at_once = 0
         self.url = ""
@@ -33,7 +33,8 @@ class FakeEndpoint:
 
     def get(self, path: str) -> tuple[int, str]:
         if path == "/metrics":
-            return 200, 'vllm:kvcompile_pruned_tokens_total{way="inline"} 0.0\n' if self.prunes else "\n"
+            counters = 'vllm:kvcompile_pruned_tokens_total{way="inline"} 0.0\n' if self.prunes else "\n"
+            return self.metrics_status, counters
         return 200, json.dumps({"data": [{"id": "small", "max_model_len": self.limit}, {"id": "other"}]})
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:

@@ -33,17 +33,19 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], capsys
     assert arguments[0] in line
 
 
-def test_each_engine_of_a_gpu_gets_its_runner_and_the_same_model_and_pool(monkeypatch, tmp_path: Path) -> None:
-    started = {}
+def test_each_engine_of_a_gpu_gets_its_runner_and_the_same_model_and_pool(monkeypatch, tmp_path: Path, capsys) -> None:
+    started, stuck = {}, ""
 
     class Engine:
         def __init__(self, name, model, arguments, log) -> None:
             assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 1
+            log.touch(exist_ok=False)
             started[name] = (bench_host.os.environ["VLLM_USE_V2_MODEL_RUNNER"], arguments)
             self.ours = "compilation_config" in arguments
+            self.runner = {"0": "V1", "1": "V2"}[started[name][0]]
 
-        def facts(self) -> dict[str, bool]:
-            return {"asynchronous": True, "kvcompile": self.ours}
+        def facts(self) -> dict[str, bool | str]:
+            return {"asynchronous": True, "kvcompile": self.ours, "runner": stuck or self.runner}
 
         def run(self, prompt: int, output: int, requests: int, seed: int) -> dict[str, list[float]]:
             return {"tpot": [1e-3 * (requests + seed)] * requests}
@@ -51,8 +53,19 @@ def test_each_engine_of_a_gpu_gets_its_runner_and_the_same_model_and_pool(monkey
         def close(self) -> None: ...
 
     monkeypatch.setattr(bench_host, "Served", Engine)
-    rows = bench_host._engine_rows(["vllm-v1", "vllm-v2", "kvcompile"], [1, 32], runs=3)
-    assert {name: runner for name, (runner, _) in started.items()} == {"vllm-v1": "0", "vllm-v2": "1", "kvcompile": "0"}
-    stock, _, ours = (arguments for _, arguments in started.values())
+    monkeypatch.setattr(bench_host, "_scheduler_rows", lambda *_: [])
+    monkeypatch.setattr(record, "gpu", lambda: "H200")
+    target = tmp_path / "x.json"
+    asked = ["--system", *" --system ".join([*bench_host._ENGINES, "vllm-v1"]).split()]  # one of them twice
+    batches = ["--batch", "1", "--batch", "32", "--batch", "1"]
+    assert main(["bench", "host", *asked, *batches, "--runs", "3", "--json", str(target)]) == 0
+    runners = {"vllm-v1": "0", "vllm-v2": "1", "kvcompile": "0", "kvcompile/v2": "1"}
+    assert {name: runner for name, (runner, _) in started.items()} == runners
+    stock, _, ours, _ = (arguments for _, arguments in started.values())
     assert {**stock, "compilation_config": "kvcompile"} == ours
-    assert [row["median"] for row in rows if row["case"] == "decode 32"] == [34.0] * 3  # the first run warms up
+    rows = json.loads(target.read_text())["rows"]
+    assert [(row["case"], row["median"]) for row in rows[4:]] == [("decode 32", 34.0)] * 4  # the first run warms up
+    assert len(rows) == 8 and all(row["runs"] == 3 for row in rows)
+    stuck = "V1"  # whatever is asked for
+    assert main(["bench", "host", "--system", "vllm-v2", "--runs", "3"]) == 2
+    assert "vllm-v2: the engine is {" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,31 @@ def test_a_prefill_of_another_shape_or_engine_is_refused(
     assert "kvcompile is active in the engine, which has to be stock vLLM" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_known_ends_it(machine: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--tokens", "600", "--prefill", "llama-4"]) == 2
-    assert "model llama-4: neither a folder with a config.json nor a known shape" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "neither a folder with a config.json nor a known shape"),
+        ("{", "config.json cannot be read as JSON"),
+        ("{}", "--prefill: config.json gives no layers and heads (KeyError('num_attention_heads')); correct it"),
+    ],
+)
+def test_a_model_that_is_none_ends_it_and_leaves_nothing(
+    engine: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str | None,
+    message: str,
+) -> None:
+    model, scratch = tmp_path / "model", tmp_path / "scratch"
+    model.mkdir()
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    if config is not None:
+        (model / "config.json").write_text(config)
+    assert main([*ARGUMENTS, "--tokens", "600", "--prefill", str(model)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize("part", ["scores", "tokens"])

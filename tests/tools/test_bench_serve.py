@@ -1,4 +1,4 @@
-"""`kvcompile bench serve` without an engine: options, turns, record; and its child with a small one."""
+"""`kvcompile bench serve` without an engine: options, turns, record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.tools.fake_served import Fake, install
 from kvcompile.cli import main
 from kvcompile.config import UsageError
 from kvcompile.tools import bench_serve, model_shapes, serve_gpus, serve_memory, serve_options
-from kvcompile.tools.serve_engine import Served
 from kvcompile.tools.serve_systems import SYSTEMS
 
 ARGUMENTS = ["bench", "serve", "llama-3.2-1b", "--grid", "8:5,16:3", "--requests", "4", "--runs", "2"]
@@ -197,6 +196,9 @@ def test_what_pruning_did_is_in_the_record(fake: type[Fake], tmp_path: Path) -> 
         (["--total-gib", "137"], "GPU 0 has 140.0 GiB, and vllm-bf16, "),
         (["--together"], "GPU 0 has 140.0 GiB, and vllm-bf16, vllm-fp8"),
         (["--gpus", "2"], "--gpus is '2'; allowed are different numbers from 0 to 1, as in 0,1"),
+        (["--gpus", "9" * 5000], "--gpus is '999"),
+        (["--total-gib", "1e300"], "--total-gib is 1e+300; allowed is more than 0, up to 1,000,000"),
+        (["--json", "x", "--markdown", "./x"], "--markdown x: --json is written there; name another"),
         (["--gpus", "0,00"], "--gpus is '0,00'; allowed are different numbers"),
     ],
 )
@@ -233,6 +235,19 @@ def test_a_model_that_is_quantised_already_is_refused(
     assert "quantised by awq already, and systems quantise for themselves" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("architectures", ["GPT2LMHeadModel"]), ("max_position_embeddings", "x"), ("num_key_value_heads", 3)],
+)
+def test_a_model_that_could_not_be_served_is_refused_before_an_engine_starts(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, value: object
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**model_shapes.SHAPES["llama-3.2-1b"], key: value}))
+    assert main(["bench", "serve", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"config.json: {key} is " in said and said.count("\n") == 1 and not fake.asked
+
+
 def test_cases_are_read_and_named() -> None:
     cases = bench_serve.grid("512:128,4096:512:8", 32)
     assert [case.name for case in cases] == ["512->128", "4096->512 x8"] and [c.requests for c in cases] == [32, 8]
@@ -243,44 +258,3 @@ def test_a_folder_with_a_checkpoint_is_taken_as_it_is(tiny_llama: Path, tmp_path
     assert model_shapes.folder_of(str(tiny_llama), tmp_path) == tiny_llama
     config = json.loads((model_shapes.folder_of("llama-3.1-8b", tmp_path) / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (4096, 32, 128256)
-
-
-@pytest.mark.timeout(600)
-def test_the_child_serves_what_it_is_asked_for_and_a_broken_one_is_told(tiny_llama: Path, tmp_path: Path) -> None:
-    arguments = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 192, "kv_cache_memory_bytes": 64 << 20}
-    prunes = {"kv8": {"enabled": True}, "prune": {"enabled": True, "budget_tokens": 64}}
-    ours = {
-        "compilation_config": "kvcompile",
-        "additional_config": {"kvcompile": prunes},
-        "quantization": "kvcompile_w4a8",
-        "enable_prefix_caching": False,
-        "block_size": 16,
-    }
-    engine = Served(
-        "kvcompile",
-        tiny_llama,
-        {**arguments, **ours, "max_num_seqs": 4},
-        tmp_path / "log",
-        cores=[min(os.sched_getaffinity(0))],
-    )
-    broken = Served("vllm-bf16", tiny_llama, arguments, tmp_path / "broken.log", cores=[1 << 20])
-    try:
-        facts = engine.facts()
-        config = json.loads((tiny_llama / "config.json").read_text())
-        counted = serve_memory.weight_bytes(config, "w4a8")
-        assert facts["weight_bytes"] == pytest.approx(counted, rel=0.001)
-        assert facts["blocks"] == (64 << 20) // serve_memory.block_bytes(config, "int8_per_token_head")
-        assert (facts["linears"], facts["attention"], facts["prunes"]) == ("uint8", "CUSTOM", True)
-        assert facts["cores"] == 1
-        for seed in (1, 2):  # what is counted belongs to a run alone
-            run = engine.run(160, 6, 3, seed)
-            assert len(run["ttft"]) == len(run["tpot"]) == 3 and run["preemptions"] == 0
-            assert 0 < max(run["ttft"]) <= run["seconds"]
-            # Of 160 tokens in 10 blocks 6 are released; what is written inline is in 4 blocks, the answer in one more.
-            assert (run["pruned_tokens"], run["inline_prompts"], run["not_pruned"]) == (3 * 96, 3, 0)
-            assert (run["peak_running"], run["peak_blocks"], run["resident_tokens"]) == (3, 15, 160 - 96 + 5)
-        with pytest.raises(UsageError, match=r"^vllm-bf16: the engine ended: .*Error.*; its log is .*broken.log$"):
-            broken.facts()
-    finally:
-        engine.close()
-        broken.close()

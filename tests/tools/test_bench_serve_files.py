@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.tools.fake_served import Fake, install
 
 from kvcompile.cli import main
-from kvcompile.tools import bench_serve, record, serve_plot
+from kvcompile.tools import bench_serve, model_shapes, record, serve_plot
 
 GIVEN = ["bench", "serve", "llama-3.2-1b", "--grid", "8:5,16:3", "--requests", "4", "--runs", "2"]
 SYSTEMS = ["--systems", "vllm-bf16,kvcompile/kv8"]
@@ -91,6 +91,38 @@ def test_other_versions_do_not_take_up_what_one_has_left(
     assert "made with another package, kvcompile; repeat" in capsys.readouterr().err
 
 
+def test_the_code_that_measures_the_models_shape_and_the_environment_have_to_be_the_same(
+    fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: set[str] = set()
+    monkeypatch.setattr(bench_serve, "source_hash", lambda *all_of: hashed.update(p.__name__ for p in all_of) or "x")
+    shape, model = model_shapes.SHAPES["llama-3.2-1b"], tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape))
+    command = ["bench", "serve", str(model), *GIVEN[3:], *SYSTEMS, "--json", str(tmp_path / "x.json")]
+    fake.fails = "kvcompile/kv8"
+    assert main(command) == 2
+    assert hashed == {"kvcompile", *(f"kvcompile.{name}" for name in ("ops", "passes", "integrations", "tools"))}
+    (model / "config.json").write_text(json.dumps({**shape, "rope_theta": 1e6}))
+    assert main(command) == 2
+    assert "made with another config.json; repeat" in capsys.readouterr().err
+    (model / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert main(command) == 2
+    assert "made with another environment; repeat" in capsys.readouterr().err
+
+
+def test_a_command_that_came_to_no_run_does_not_stand_in_the_way_of_another(fake: type[Fake], tmp_path: Path) -> None:
+    command = [*GIVEN, *SYSTEMS, "--json", str(tmp_path / "x.json")]
+    fake.fails = "vllm-bf16"
+    assert main(command) == 2
+    fake.fails = "kvcompile/kv8"
+    assert main([*command, "--requests", "3"]) == 2
+    install_again(fake)
+    assert main([*command, "--requests", "3"]) == 0
+    assert {name for name, _ in fake.asked} == {"kvcompile/kv8"}  # what the second has left is taken up
+
+
 @pytest.mark.parametrize("text", ["", "x\n", "[]\n", '{"identity": 3}\n', '{"identity": {}}\n{"run": {}}\n'])
 def test_a_file_of_something_else_is_told(
     fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
@@ -139,6 +171,7 @@ def test_options_come_from_a_file_and_flags_win(fake: type[Fake], tmp_path: Path
         ("x.toml", "requests = true", "requests is true; allowed is a whole number"),
         ("x.json", '{"systems": [1]}', "systems is [1]; allowed is text, or a list of texts"),
         ("x.json", '{"requests": 0}', "--requests is 0; allowed is 1 or more"),
+        ("x.json", '{"kv-gib": 1' + "0" * 400 + "}", "kv-gib is a number beyond all measure"),
         ("x.json", "[]", "holds no table of options"),
         ("x.json", "{", "cannot be read (Expecting property name"),
         ("x.toml", "= 1", "cannot be read (Invalid"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,10 @@ def test_perplexity_is_that_of_the_log_probabilities_and_compared(checkpoint: Pa
         (["--task", "continuation"], "--task continuation has no answer that a served text could contain"),
         (["--answer-tokens", "0"], "--answer-tokens 0; allowed is 1 or more"),
         (["--concurrency", "0"], "--concurrency 0; allowed is 1 or more"),
-        (["--timeout", "0"], "--timeout 0.0; allowed is more than 0"),
+        (["--timeout", "0"], "--timeout 0.0; allowed is more than 0, up to 86400, a day"),
+        (["--timeout", "inf"], "--timeout inf; allowed is more than 0"),
+        (["--served-model", ""], "--served-model : {url} serves small, other"),
+        (["--json", "x", "--plot", "x"], "--plot x: --json is written there; name another"),
         (["--against", "other"], "--against other: allowed are 127.0.0.1:"),
         (["--endpoint", "{url}"], "--endpoint: two are called 127.0.0.1:"),
         (["--endpoint", "{url}", "--endpoint", "{url}"], "--endpoint is given 3 times; allowed are one and two"),
@@ -156,9 +160,19 @@ def test_what_is_wrong_is_one_line(checkpoint: Path, options: list[str], line: s
         assert not fake.bodies()
 
 
-def _broken(fake: FakeEndpoint) -> None:
-    whole = fake.post
-    fake.post = lambda path, body: whole(path, body) if path == "/tokenize" else (200, '{"choices": []}')
+def _answers(text: str) -> Callable[[FakeEndpoint], None]:
+    """Generations are answered with this, whatever was asked."""
+
+    def wrong(fake: FakeEndpoint) -> None:
+        whole = fake.post
+        fake.post = lambda path, body: whole(path, body) if path == "/tokenize" else (200, text)
+
+    return wrong
+
+
+def _lists(text: str) -> Callable[[FakeEndpoint], None]:
+    """/v1/models is answered with this."""
+    return lambda fake: setattr(fake, "get", lambda path: (200, text))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +180,14 @@ def _broken(fake: FakeEndpoint) -> None:
     [
         (lambda fake: setattr(fake, "status", 400), "/v1/completions answers 400: not this way"),
         (lambda fake: setattr(fake, "offset", 1), "small has not the tokenizer of "),
-        (lambda fake: setattr(fake, "get", lambda path: (200, "{}")), "/v1/models lists no model; give a vLLM server"),
-        (lambda fake: setattr(fake, "get", lambda path: (200, "x")), "/v1/models does not answer: Expecting value"),
+        (_lists("{}"), "/v1/models lists no model; give a vLLM server"),
+        (_lists('{"data": [{"id": "a", "max_model_len": "4096"}]}'), "/v1/models lists no model; give a vLLM server"),
+        (_lists('{"data": [{"id": 5}]}'), "/v1/models lists no model; give a vLLM server"),
+        (_lists("x"), "/v1/models does not answer: Expecting value"),
+        (_lists("[" * 100_000), "/v1/models does not answer: its JSON is nested too deep"),
         (lambda fake: setattr(fake, "get", lambda path: (401, "key?")), "/v1/models answers 401: key?"),
-        (_broken, "the answer of /v1/completions has not what vLLM's has (IndexError"),
+        (_answers('{"choices": []}'), "the answer of /v1/completions has not what vLLM's has (IndexError"),
+        (_answers('{"choices": [{"text": 5}]}'), "the answer of /v1/completions has not what vLLM's has (TypeError"),
     ],
 )
 def test_a_server_that_refuses_or_is_another_is_one_line(checkpoint: Path, wrong, line: str, capsys) -> None:
@@ -178,6 +196,25 @@ def test_a_server_that_refuses_or_is_another_is_one_line(checkpoint: Path, wrong
         assert _retrieval(checkpoint, "--endpoint", fake.url) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kvcompile: error: --endpoint {fake.url}: {line}") and error.count("\n") == 1
+
+
+def test_log_probabilities_that_are_not_finite_are_one_line(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(prose()[:1600], encoding="utf-8")
+    with served(nats=float("nan")) as fake:
+        assert cli.main(["evaluate", "perplexity", str(checkpoint), str(text), "--endpoint", fake.url]) == 2
+    assert "(ValueError('log-probabilities of mean nan')); give a vLLM server\n" in capsys.readouterr().err
+
+
+def test_whether_a_server_prunes_is_known_or_told(checkpoint: Path, capsys) -> None:
+    with served(_knows, prunes=True) as fake:
+        fake.metrics_status = 404  # no such page: none of ours
+        assert _retrieval(checkpoint, "--endpoint", fake.url) == 0
+        fake.metrics_status = 503
+        capsys.readouterr()
+        assert _retrieval(checkpoint, "--endpoint", fake.url) == 2
+        line = "/metrics answers 503, so whether it prunes is not known; allowed are 200 and 404"
+        assert capsys.readouterr().err == f"kvcompile: error: --endpoint {fake.url}: {line}\n"
 
 
 def test_a_server_that_is_down_is_one_line(checkpoint: Path, capsys) -> None:

@@ -212,6 +212,22 @@ def test_a_copy_that_is_not_as_published_is_one_line(checkpoint: Path, tmp_path:
     assert error.startswith(f"kvcompile: error: {line.format(data=data)}") and error.count("\n") == 1
 
 
+def test_a_chat_template_that_leaves_no_room_is_one_line_before_anything_is_asked(
+    checkpoint: Path, tmp_path: Path, capsys
+) -> None:
+    talkative = quantize_sources.write(tmp_path / "talkative")
+    (talkative / "chat_template.jinja").write_text("x" * 300 + TEMPLATE)
+    data = longbench_sample.write(tmp_path / "data", {"hotpotqa": [sample("0123456789" * 400, "?", ["9"])]})
+    with served() as fake:
+        assert _longbench(talkative, data, "--endpoint", fake.url) == 2
+        error = capsys.readouterr().err
+        assert not fake.bodies()
+    assert error == (
+        "kvcompile: error: --max-length 3936: with chat template and answer the longest prompt has 4271 tokens; the "
+        "model takes 4096; give less\n"
+    )
+
+
 def test_a_folder_that_is_not_there_and_a_tokenizer_without_a_template_are_one_line(
     checkpoint: Path, tmp_path: Path, capsys
 ) -> None:

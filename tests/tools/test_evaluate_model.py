@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +118,34 @@ def test_no_budget_is_one_line(text: str) -> None:
 def test_budgets_are_shares_rounded_up_and_tokens() -> None:
     assert parse_budget("25%").of(1001) == 251 and parse_budget("25%").text == "25 %"
     assert parse_budget("544").of(1001) == 544 and parse_budget("544").of(500) == 500
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 1024), (300, 300), (4096, 1024)])
+def test_prompts_are_no_longer_than_a_sliding_window(tmp_path: Path, window: int | None, most: int) -> None:
+    folder = _checkpoint(tmp_path / "model", "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
+    assert PrunedModel(folder).max_tokens == most
+
+
+def test_an_architecture_with_an_attention_of_its_own_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = _checkpoint(tmp_path / "model")  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"config.json: architectures is \['GPT2LMHeadModel'\]; allowed is a list of"):
+        PrunedModel(folder)
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, damaged: str) -> None:
+    folder = _checkpoint(tmp_path / "model")
+    content = b"[]" if damaged == "config.json" else (folder / damaged).read_bytes()[:-100]
+    (folder / damaged).write_bytes(content)
+    with pytest.raises(UsageError, match="no model and tokenizer can be loaded") as error:
+        PrunedModel(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_differences_are_from_a_system_that_was_measured(
         (["--samples", "0"], "--samples 0; allowed is 1 or more"),
         (["--budget", "x"], "--budget: given 'x', allowed a share such as 25%"),
         (["--device", "nowhere"], "--device nowhere: "),
+        (["--device", "meta"], "--device meta: "),
         (["--text", "/nowhere"], "--text /nowhere cannot be read as UTF-8 text"),
         (["--length", "1024"], "--length 1024: "),
         (["--length", "100000000"], "--length 100000000: the model has positions for "),

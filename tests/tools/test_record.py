@@ -17,6 +17,7 @@ def test_what_cannot_be_written_is_said_before_work_starts(tmp_path: Path, monke
     record.check_target("--json", None)
     record.check_target("--json", tmp_path / "new.json")
     wrong = [(tmp_path, "a folder; give the name of a file")]
+    wrong += [(Path("/dev/null"), "a device or a pipe, which a file would replace; give the name of a file")]
     wrong += [(tmp_path / "none" / "x.json", "the folder does not exist; create it or name another")]
     for path, reason in wrong:
         with pytest.raises(UsageError, match=re.escape(f"--json {path}: {reason}")):
@@ -25,6 +26,15 @@ def test_what_cannot_be_written_is_said_before_work_starts(tmp_path: Path, monke
     with pytest.raises(UsageError, match="the folder cannot be written to; name another"):
         record.check_target("--json", tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_two_options_that_name_one_file_are_told(tmp_path: Path) -> None:
+    record.check_targets({"--json": tmp_path / "x", "--markdown": tmp_path / "y", "--plot": None})
+    same = tmp_path / ".." / tmp_path.name / "x"
+    with pytest.raises(UsageError, match=re.escape(f"--plot {same}: --json is written there; name another")):
+        record.check_targets({"--json": tmp_path / "x", "--markdown": tmp_path / "y", "--plot": same})
+    with pytest.raises(UsageError, match="a folder"):
+        record.check_targets({"--json": None, "--plot": tmp_path})
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 110), ("60", 110), ("200", 200)])
