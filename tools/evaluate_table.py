@@ -34,9 +34,12 @@ def _cells(rows: Rows, metric: str, cases_down: bool) -> tuple[list[str], list[s
     shown = [row for row in rows if row["metric"] == metric]
     form = "+.3f" if metric.startswith("difference") else ".3f"
     down, across = ("case", "system") if cases_down else ("system", "case")
-    cells = {
-        (row[down], row[across]): f"{row['mean']:{form}} ({row['mean_low']:{form}} to {row['mean_high']:{form}})"
-        for row in shown
-    }
+    cells = {(row[down], row[across]): _cell(row, form) for row in shown}
     lines, columns = (list(dict.fromkeys(row[name] for row in shown)) for name in (down, across))
     return lines, columns, cells
+
+
+def _cell(row: dict[str, Any], form: str) -> str:
+    # One sample drawn again is itself, and an interval without width would look like certainty.
+    spread = "one sample" if row["runs"] == 1 else f"{row['mean_low']:{form}} to {row['mean_high']:{form}}"
+    return f"{row['mean']:{form}} ({spread})"

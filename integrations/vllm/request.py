@@ -13,6 +13,7 @@ would drop it without a word; `CompilationConfigAction` merges instead, as soon 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -130,5 +131,7 @@ class CompilationConfigAction(argparse.Action):
                 # argparse would print vLLM's usage, some three hundred lines, in front of the one that matters.
                 message = f"kvcompile: error: {option_string} {values}: {error}"
                 parser.exit(2, f"{' '.join(message.split())}\n")
+            if difflib.get_close_matches(values.lower(), [NAME], cutoff=0.8):
+                parser.exit(2, f"kvcompile: error: {option_string} {values}: did you mean {NAME}?\n")
             raise argparse.ArgumentError(self, str(error)) from None
         setattr(namespace, self.dest, config)

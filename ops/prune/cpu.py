@@ -58,13 +58,15 @@ def score(
         rows.measure(evictable)
         for begin, end in rows.tiles(evictable):
             scores[0, :, begin:end] = rows.per_head(rows.weights(begin, end)).mean((0, 1, 2))
-    else:
+    elif method in ("snapkv", "critical"):
         scores[0, :, span] = _window_attention(rows, evictable, kernel)
         if method == "critical":
             for begin, end in rows.tiles(evictable):
                 values = pages.read(kv_cache, block_table_row, pages.VALUES, begin, end)
                 norm = _projected_norm(values, output_weight, query.shape[1])
                 scores[1, :, begin:end] = (scores[0, :, begin:end] + epsilon) * norm
+    else:
+        raise ValueError(f"prune_score: method: given {method!r}, of which there are no scores on {query.device}")
     return scores
 
 

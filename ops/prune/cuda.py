@@ -86,12 +86,14 @@ def score(
         scores.copy_(rows.key_difference())
     elif method == "tova":
         rows.mean_heads(rows.means(), scores[0])
-    else:
+    elif method in ("snapkv", "critical"):
         rows.pool_means(rows.means(), kernel // 2, scores[0])
         if method == "critical":
             norm = projected_norm(kv_cache, block_table_row, evictable, output_weight, query.shape[1])
             scores[1].zero_()
             scores[1, :, span] = (scores[0, :, span] + epsilon) * norm
+    else:
+        raise ValueError(f"prune_score: method: given {method!r}, of which there are no scores on {query.device}")
     return scores
 
 

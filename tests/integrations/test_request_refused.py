@@ -92,8 +92,7 @@ def test_without_a_request_the_last_one_replaces_the_others(parse):
         ("-cc", "None"),
         ("-cc", "[]"),
         ("-cc", '"word"'),
-        ("-cc", "kvcompil"),
-        ("-cc", "KVCOMPILE"),
+        ("-cc", "compile"),
         ("-cc", '{"kvcompil": true}'),
         ("-cc", '{"mode": 99}'),
         ("-cc", '{"mode": NaN}'),
@@ -116,6 +115,11 @@ def test_without_a_request_an_error_is_the_one_of_vllm_with_its_exit_code(parser
     assert stock[0] == 2
     assert "error: argument --compilation-config/-cc: " in stock[1]
     assert ours == stock
+
+
+@pytest.mark.parametrize("word", ["kvcompil", "kvcomple", "KVCOMPILE", "kv-compile"])
+def test_a_word_that_is_nearly_the_presets_is_asked_about(error_line, word):
+    assert error_line("-cc", word) == f"kvcompile: error: -cc {word}: did you mean kvcompile?"
 
 
 @pytest.mark.parametrize(

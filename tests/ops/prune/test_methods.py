@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
+import torch
 
-from kvcompile.ops.prune import METHODS, Stage, parse_method
+from kvcompile.ops.prune import METHODS, Stage, cpu, cuda, parse_method
 
 NAMES = "andpro, snapkv, tova, streaming, critical, random, blend, keydiff, robust"
 
@@ -78,3 +80,44 @@ def test_what_does_not_exist_is_said_in_one_line(name: str, parameters: dict, me
     with pytest.raises(ValueError) as error:
         parse_method(name, **parameters)
     assert str(error.value) == message
+
+
+class _Rows:
+    """In the place of the kernels over a layer: each gives zeros."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Of a layer that is not looked at."""
+
+    def anchored(self, scores: torch.Tensor, reach: int, last: bool, pool_last: bool) -> torch.Tensor | None:
+        scores.zero_()
+        return torch.zeros(()) if last else None
+
+    def means(self) -> torch.Tensor:
+        return torch.zeros(())
+
+    key_difference = means
+
+    def mean_heads(self, means: torch.Tensor, scores: torch.Tensor) -> None:
+        scores.zero_()
+
+    def pool_means(self, means: torch.Tensor, reach: int, scores: torch.Tensor) -> None:
+        scores.zero_()
+
+
+def test_every_method_has_scores_on_cuda_and_what_has_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_Observation", _Rows)
+    monkeypatch.setattr(cuda, "projected_norm", lambda *_: torch.zeros(()))
+    query, cache = torch.zeros(4, 2, 64, dtype=torch.float16), torch.zeros(2, 2, 16, 1, 68, dtype=torch.int8)
+
+    def scored(module: Any, name: str) -> torch.Tensor:
+        row = torch.arange(2, dtype=torch.int32)
+        return module.score(query, cache, row, 32, 0.125, name, 4, 7, 1e-4, 0, None)
+
+    for name, method in METHODS.items():
+        scores = scored(cuda, name)
+        # Every stage was written to, and none is that of another method's branch.
+        assert scores.shape == (len(parse_method(name).stages), 1, 32) and bool(scores.isfinite().all()), method
+    monkeypatch.setitem(METHODS, "nearest", METHODS["snapkv"])
+    for module in (cuda, cpu):
+        with pytest.raises(ValueError, match="prune_score: method: given 'nearest', of which there are no scores on"):
+            scored(module, "nearest")
