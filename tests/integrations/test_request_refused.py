@@ -92,7 +92,7 @@ def test_without_a_request_the_last_one_replaces_the_others(parse):
         ("-cc", "None"),
         ("-cc", "[]"),
         ("-cc", '"word"'),
-        ("-cc", "compile"),
+        ("-cc", "preset"),
         ("-cc", '{"kvcompil": true}'),
         ("-cc", '{"mode": 99}'),
         ("-cc", '{"mode": NaN}'),
