@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvcompile.tools.server import group_alive
+from kvcompile.tools.server import free_port, group_alive
 from tests.e2e.w4a8_model import write_plain, write_quantised
 from tests.engine import run_python
 
@@ -117,8 +117,9 @@ def results(
             ),
         }
         assert list(cases) == CASES
+        anywhere = ["--port", str(free_port())]  # vLLM's default one may be in use here
         given = {
-            name: ([str(model), *ASKING, *arguments], variables)
+            name: ([str(model), *ASKING, *anywhere, *arguments], variables)
             for name, ((model, *arguments), variables, _) in cases.items()
         }
         logs = tmp_path_factory.mktemp("bad-input-said")
