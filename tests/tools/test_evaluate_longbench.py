@@ -69,7 +69,7 @@ def test_each_task_has_its_score_and_all_together_the_mean_of_them(checkpoint: P
     assert means["all tasks, 50 %", "ours, whole"] == round((0.25 + 2 / 3 + 3) / 5, 4)
     out, err = capsys.readouterr()
     assert "left out, since their metric needs jieba: dureader" in err
-    assert "| trec, 50 % | 1.000 (1.000 to 1.000) | 0.000" in files["markdown"].read_text()
+    assert "| trec, 50 % | 1.000 (one sample) | 0.000 (one sample)" in files["markdown"].read_text()
     assert "all tasks" in files["plot"].read_text() and "question" not in files["plot"].read_text()
     assert "paired difference from ours, whole" in " ".join(out.split())
 
