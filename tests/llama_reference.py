@@ -6,7 +6,7 @@ One request at a time and no pages: what a pruned request has to give, whatever 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +77,10 @@ class Llama:
     ) -> Answer:
         """Greedy tokens; once the prompt is in, each KV head of each layer keeps `kept` tokens that `select` names."""
         cache: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer, keys and values [G, n, d]
-        logits = self._forward(prompt, 0, cache, prefill=(kept, window, select))
+        logits = self._forward(prompt, 0, cache, prefill=(kept, window, select))[-1]
         answer = Answer([int(logits.argmax())], [_lead(logits)])
         while len(answer.tokens) < new_tokens:
-            logits = self._forward(answer.tokens[-1:], len(prompt) + len(answer.tokens) - 1, cache)
+            logits = self._forward(answer.tokens[-1:], len(prompt) + len(answer.tokens) - 1, cache)[-1]
             answer.tokens.append(int(logits.argmax()))
             answer.leads.append(_lead(logits))
         return answer
@@ -114,14 +114,14 @@ class Llama:
         logits = self._follow(prompt, tokens, (kept, window, select))
         return [float(each.max() - each[token]) for token, each in zip(tokens, logits, strict=False)]
 
-    def _follow(self, prompt: list[int], tokens: list[int], prefill: tuple) -> Iterator[torch.Tensor]:
-        """The logits behind the prompt, and behind each of these tokens."""
+    def _follow(self, prompt: list[int], tokens: list[int], prefill: tuple) -> torch.Tensor:
+        """The logits behind the prompt, and behind each of these tokens: [len(tokens) + 1, V]."""
         cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        yield self._forward(prompt, 0, cache, prefill=prefill)
-        for place, token in enumerate(tokens):
-            yield self._forward([token], len(prompt) + place, cache)
+        first = self._forward(prompt, 0, cache, prefill=prefill)[-1:]
+        return torch.cat([first, self._forward(tokens, len(prompt), cache)])
 
     def _forward(self, tokens: list[int], position: int, cache: list, prefill: tuple | None = None) -> torch.Tensor:
+        """Logits [len(tokens), V] of tokens behind what `cache` holds of each layer, which they join."""
         w = self.weights
         x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
         positions = torch.arange(position, position + len(tokens))
@@ -151,7 +151,7 @@ class Llama:
             gate, up = (F.linear(h, w[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
             x = x + F.linear(F.silu(gate) * up, w[f"{name}.mlp.down_proj.weight"])
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-        return F.linear(self._norm(x[-1], w["model.norm.weight"]), head)
+        return F.linear(self._norm(x, w["model.norm.weight"]), head)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
