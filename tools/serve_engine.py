@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _main(model: str, arguments: dict[str, Any], cores: list[int] | None) -> Non
     from vllm import LLM
 
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **arguments)
-    spare_connector_metrics(llm.llm_engine.logger_manager.stat_loggers)
+    spare_connector_metrics(llm.llm_engine.logger_manager)
     _say(**_facts(llm))
     counted = _Counted(llm)
     for line in sys.stdin:
@@ -104,23 +104,24 @@ def _main(model: str, arguments: dict[str, Any], cores: list[int] | None) -> Non
         _say(**found, **counted.since_last())
 
 
-def spare_connector_metrics(loggers: Sequence[Any]) -> None:
-    """Give vLLM's metrics of its offloading connector what they expect.
+def spare_connector_metrics(metrics: Any) -> None:
+    """Give vLLM's metrics (its `StatLoggerManager`) of its offloading connector what they expect.
 
     They take operations as these come out of a message, as dicts; in an engine of one process there is no message, and
     the first copy would end the engine.
     """
-    for logger in loggers:
-        metrics = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
-        if metrics is not None:
-            metrics.observe = functools.partial(_observe_as_dicts, metrics.observe)
+    metrics.record = functools.partial(_record_dicts, metrics.record)
 
 
-def _observe_as_dicts(observe: Callable[..., None], data: Mapping[str, Any], *engine: int) -> None:
+def _record_dicts(record: Callable[..., None], scheduler_stats: Any, *others: Any, **named: Any) -> None:
     def plain(item: Any) -> Any:
         return dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item
 
-    observe({k: [plain(item) for item in v] if isinstance(v, list) else v for k, v in data.items()}, *engine)
+    found = getattr(scheduler_stats, "kv_connector_stats", None)
+    if found:
+        plainly = {k: [plain(item) for item in v] if isinstance(v, list) else v for k, v in found.items()}
+        scheduler_stats = dataclasses.replace(scheduler_stats, kv_connector_stats=plainly)
+    record(scheduler_stats, *others, **named)
 
 
 def _facts(llm: Any) -> dict[str, Any]:

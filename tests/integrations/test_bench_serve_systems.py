@@ -24,19 +24,34 @@ def test_a_system_is_configured_as_it_is_meant_to_be(engine_args, name):
     assert not pool or pool["cpu_bytes_to_use"] == 1 << 30
 
 
-def test_copies_of_vllms_own_offloading_are_counted_in_an_engine_of_one_process():
+def test_copies_of_vllms_own_offloading_are_counted_and_told_in_an_engine_of_one_process():
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics as offloading
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.metrics.stats import SchedulerStats
 
-    seen = []
+    seen, said = [], []
     metric = SimpleNamespace(observe=seen.append, inc=seen.append)
-    metrics = object.__new__(offloading.OffloadPromMetrics)
+    counters = object.__new__(offloading.OffloadPromMetrics)
     for name in ("histogram_transfer_size", "counter_kv_bytes", "counter_kv_transfer_time"):
-        setattr(metrics, name, {(0, "GPU_to_CPU"): metric})
-    data = {"GPU_to_CPU": [offloading.OffloadingOperationMetrics(8, 0.5)]}
+        setattr(counters, name, {(0, "GPU_to_CPU"): metric})
+    log = object.__new__(KVConnectorLogging)
+    log.connector_cls = OffloadingConnector
+    log.reset()
+
+    def record(scheduler_stats, iteration_stats, engine_idx=0):
+        if scheduler_stats is not None:
+            counters.observe(scheduler_stats.kv_connector_stats, engine_idx)
+            log.observe(scheduler_stats.kv_connector_stats)
+
+    copy = SchedulerStats(kv_connector_stats={"GPU_to_CPU": [offloading.OffloadingOperationMetrics(8, 0.5)]})
     with pytest.raises(AssertionError):
-        metrics.observe(data, 0)
-    loggers = [SimpleNamespace(), SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=metrics))]
-    serve_engine.spare_connector_metrics(loggers)
-    metrics.observe(data, 0)
-    metrics.observe({"GPU_to_CPU": [{"op_size": 9, "op_time": 0.25}]}, 0)
+        record(copy, None)
+    manager = SimpleNamespace(record=record)
+    serve_engine.spare_connector_metrics(manager)
+    manager.record(None, None)
+    manager.record(copy, None, engine_idx=0)
+    manager.record(SchedulerStats(kv_connector_stats={"GPU_to_CPU": [{"op_size": 9, "op_time": 0.25}]}), None)
+    log.log(lambda text, *values: said.append(text % values))
     assert seen == [8, 8, 0.5, 9, 9, 0.25]
+    assert "GPU_to_CPU_total_bytes=17, GPU_to_CPU_total_time=0.75" in said[0]
