@@ -51,7 +51,8 @@ class KVCompile:
         b = self._batch
         kv8_store(b.new_key, b.new_value, self._cache, b.slots)
         if b.new == 1:
-            kv8_decode(b.query, self._cache, b.pruned_table, b.pruned_lens, b.output, b.scale, self._plan)
+            arguments = b.query, self._cache, b.pruned_table, b.pruned_lens, b.output, b.scale, self._plan
+            kv8_decode(*arguments, settled=True)  # as of a batch without prompts
             return
         from kvcompile.integrations.vllm import attention_prefill
 

@@ -120,7 +120,10 @@ class KV8Impl(KV8ImplBase[KV8Metadata]):
         m = attn_metadata
         kv8_store(key, value, kv_cache, m.slot_mapping)
         if n := m.decodes:
-            kv8_decode(query[:n], kv_cache, m.block_table, m.seq_lens, output[:n], self.scale, m.plan)
+            # Rows of one token store it in their last page, and no other row has that page but as its last but one.
+            # Prompts store pages that a row of the same step may have found cached anywhere.
+            settled = m.prompts is None
+            kv8_decode(query[:n], kv_cache, m.block_table, m.seq_lens, output[:n], self.scale, m.plan, settled)
         if m.prompts is not None:
             new = slice(n, m.num_tokens)
             attention_prefill.attend(

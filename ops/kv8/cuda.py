@@ -18,7 +18,7 @@ COMBINE, DEQUANTISE = FOLDER / "combine.cu", FOLDER / "dequantise.cu"
 SIGNATURES = {
     "kv8_store": "PPqqqqPiiPq",
     "kv8_plan": "PiPiPP",
-    "kv8_decode": "PqPqPiPPPifPPP",
+    "kv8_decode": "PqPqPiPPPifPPPi",
     "kv8_combine": "PiiPPPii",
     "kv8_dequantise": "PqPiPPiiiPP",
 }
@@ -85,6 +85,7 @@ def decode(
     output: torch.Tensor,
     scale: float,
     plan: list[torch.Tensor],
+    settled: bool,
 ) -> None:
     """As `op.kv8_decode`, whose checks the arguments have passed."""
     (rows, heads, head_size), (_, _, block_size, kv_heads, _) = query.shape, kv_cache.shape
@@ -109,15 +110,15 @@ def decode(
         shape.threads,
         (
             *(query, query.stride(0), kv_cache, kv_cache.stride(0), block_table, block_table.stride(0), seq_lens),
-            *(offsets, first_page, rows, scale, output, partial, stats),
+            *(offsets, first_page, rows, scale, output, partial, stats, settled),
         ),
         shared_bytes=shape.shared_bytes,
         programmatic=True,
     )
-    # Few rows are cut into many pieces each.
-    shares = 8 if rows <= 16 else 4 if rows <= 64 else 2
+    # Few rows are cut into many pieces each; of many rows, one at each cut is put together.
+    shares = 8 if rows <= 16 else 2 if rows <= 64 else 1
     kernels.combine(
-        (rows, -(-heads * shares // WARPS), 1),
+        (min(rows, blocks - 1), -(-heads * shares // WARPS), 1),
         WARPS * 32,
         (offsets, rows, blocks, partial, stats, output, heads, shares),
         programmatic=True,

@@ -9,6 +9,15 @@
 // A row that lies in one block is written at once; other parts go to `partial` as unnormalised sums, with their M and
 // sum in `partial_stats`: two places a block, as its first row and its last may go on in others.
 //
+// `settled`: the kernel before this on the stream writes nothing that is read here but q and, of a row's pages, its last
+// two. Whatever else is read is then read before that kernel has ended, 4 tiles of the block included. It is complete: as
+// any kernel here, the one before waits for its own predecessors (griddepcontrol.wait, or a launch that is not
+// programmatic) before it lets this one start (launch_dependents, or its end), so that all of them have ended by now and
+// what they wrote can be seen; that only this one kernel is still running needs no more of the kernels further back.
+// Two pages and not one: a row's newest token is in its last. A row that shares a page that another row fills with its own
+// newest token in this very step (vLLM counts a block as cached once that is scheduled) can have but the token behind that
+// page as its own, and that page is the last but one.
+//
 // Defines: D head size, DTYPE of q and out (0 bf16, 1 fp16), HEADS (KV heads of the cache), GROUP (of them in a block),
 // RATIO (query heads of a KV head), BS (tokens of a page), SHARING, STAGES (tiles in shared memory).
 // Grid: x pieces, y HEADS / GROUP. Shared memory: decode_shape.py.
@@ -25,11 +34,10 @@ static_assert(HEADS % GROUP == 0, "");
 static_assert(GROUP == HEADS || TOKEN_BYTES % 16 == 0, "heads of a token are copied in multiples of 16 bytes");
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
-    kv8_decode(const unsigned short* __restrict__ q, long long q_pitch, const signed char* __restrict__ cache,
-               long long page_bytes, const int* __restrict__ block_table, int table_pitch,
-               const int* __restrict__ seq_lens, const int* __restrict__ offsets, const int* __restrict__ first_page,
-               int rows, float scale, unsigned short* __restrict__ out,
-               float* __restrict__ partial, float* __restrict__ partial_stats) {
+    kv8_decode(const unsigned short* q, long long q_pitch, const signed char* __restrict__ cache, long long page_bytes,
+               const int* __restrict__ block_table, int table_pitch, const int* __restrict__ seq_lens,
+               const int* offsets, const int* first_page, int rows, float scale, unsigned short* __restrict__ out,
+               float* __restrict__ partial, float* __restrict__ partial_stats, int settled) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(8) unsigned long long barriers[2 * STAGES];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -42,38 +50,56 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    __syncthreads();
-    numeric::wait_for_previous();
-    numeric::launch_dependents();
-    const int tiles = plan.tiles();
+    if (!settled) numeric::wait_for_previous();
+    const int looked_at = plan.look(), tiles = plan.tiles();
     const int pieces = min(static_cast<int>(gridDim.x), tiles);  // so that none is empty
-    if (blockIdx.x >= pieces) return;
-    const int begin = piece_begin(blockIdx.x, pieces, tiles), end = piece_begin(blockIdx.x + 1, pieces, tiles);
-    int row = plan.row_of(begin);
+    const bool idle = blockIdx.x >= pieces;
+    const int begin = idle ? 0 : piece_begin(blockIdx.x, pieces, tiles);
+    const int end = idle ? 0 : piece_begin(blockIdx.x + 1, pieces, tiles);
+    int row = plan.row_of(begin, looked_at);  // and all have seen the barriers
 
     if (warp == WARPS) {
         // The producer: 32 page numbers at a time, then a copy of keys and one of values for each tile.
         int slot = 0;
         unsigned parity = 1;
         for (int base = begin; base < end; base += 32) {
-            const int mine = min(base + lane, end - 1);
+            const int count = min(32, end - base), mine = base + min(lane, count - 1);
             int r = row;
             while (offsets[r + 1] <= mine) ++r;
             const int token = first_page[r] * BS + (mine - offsets[r]) * TILE;
             const int page = block_table[static_cast<long long>(r) * table_pitch + token / BS];
-            const signed char* from = cache + page * page_bytes + (token % BS * HEADS + group0) * WIDTH;
+            const signed char* const from = cache + page * page_bytes + (token % BS * HEADS + group0) * WIDTH;
+            const bool old = settled && token / BS + 2 <= (seq_lens[r] - 1) / BS;
             row = __shfl_sync(~0u, r, 31);
-            for (int i = 0; i < min(32, end - base); ++i) {
-                const signed char* const keys =
-                    reinterpret_cast<const signed char*>(__shfl_sync(~0u, reinterpret_cast<long long>(from), i));
-                barrier_wait(empty + 8 * slot, parity);
-                copy_tile(stages + slot * STAGE_BYTES, keys, full + 8 * slot);
+            const auto copy = [&](int i, int to) {
+                const auto keys = __shfl_sync(~0u, reinterpret_cast<long long>(from), i);
+                copy_tile(stages + to * STAGE_BYTES, reinterpret_cast<const signed char*>(keys), full + 8 * to);
+            };
+            // The first tiles, unless the kernel before this writes to them.
+            const unsigned early = __ballot_sync(~0u, old && base == begin && lane < min(STAGES, count));
+            for (int i = 0; i < STAGES; ++i)
+                if (early >> i & 1) copy(i, i);
+            numeric::wait_for_previous();
+            for (int i = 0; i < count; ++i) {
+                if (!(early >> i & 1)) {  // those may be in use, or even done with, by now
+                    barrier_wait(empty + 8 * slot, parity);
+                    copy(i, slot);
+                }
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
+        }
+        numeric::wait_for_previous();  // where there were no tiles, too
+        for (int r = blockIdx.x; r < rows; r += gridDim.x) {
+            if (offsets[r] != offsets[r + 1]) continue;
+            // A row without tokens gets zeros.
+            uint2* const to = reinterpret_cast<uint2*>(out + (static_cast<long long>(r) * HEADS + group0) * RATIO * D);
+            for (int i = lane; i < GROUP * RATIO * D / 4; i += 32) to[i] = make_uint2(0, 0);
         }
         copies_end();
         return;
     }
+    numeric::wait_for_previous();
+    numeric::launch_dependents();
 
     const int head_warp = warp % HEAD_WARPS, share = warp / HEAD_WARPS;
     const int head = head_warp / QUERY_GROUPS, query0 = head_warp % QUERY_GROUPS * 8;

@@ -22,15 +22,14 @@ struct Plan {
     int rows;
 
     __device__ __forceinline__ int tiles() const { return offsets[rows]; }
-    // The row whose tiles hold this one.
-    __device__ __forceinline__ int row_of(int tile) const {
-        int low = 0, high = rows;
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (offsets[middle] <= tile) low = middle;
-            else high = middle;
-        }
-        return low;
+    // The row whose tiles hold this one: as many rows as end at it or before. The whole block calls it, with what each
+    // thread `looked_at`; that read and the one that says which tile are then under way together.
+    __device__ __forceinline__ int look() const { return offsets[min(static_cast<int>(threadIdx.x) + 1, rows)]; }
+    __device__ __forceinline__ int row_of(int tile, int looked_at) const {
+        int row = __syncthreads_count(looked_at <= tile);
+        for (int base = blockDim.x + 1; base < rows; base += blockDim.x)
+            row += __syncthreads_count(offsets[min(base + static_cast<int>(threadIdx.x), rows)] <= tile);
+        return row;
     }
 };
 

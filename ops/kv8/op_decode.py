@@ -21,6 +21,7 @@ def kv8_decode(
     output: torch.Tensor,
     scale: float,
     plan: list[torch.Tensor] | None = None,
+    settled: bool = False,
 ) -> None:
     """Attention of one new token per row over the int8 cache, the token's own key and value included, to `output`.
 
@@ -33,12 +34,15 @@ def kv8_decode(
         positions alone, gives zeros.
     scale: factor on the scores, above 0, usually d ** -0.5.
     plan: what `plan_decode` returned for these very block_table and seq_lens, or None.
+    settled: the kernel before this on the stream, kv8_store for one, writes of the cache nothing but what lies in the
+        last two blocks of a row, and neither block_table, seq_lens nor the plan, which is to be given: on a GPU the
+        rest is read while that kernel still runs. Not so where a prompt is stored that a row shares blocks with.
 
     Products in fp16 with fp32 sums, the softmax in fp32 (decode.cu); fp32 throughout on a CPU.
 
     Raises ValueError naming the argument that does not fit.
     """
-    torch.ops.kvcompile.kv8_decode(query, kv_cache, block_table, seq_lens, output, scale, plan)
+    torch.ops.kvcompile.kv8_decode(query, kv_cache, block_table, seq_lens, output, scale, plan, settled)
 
 
 def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> list[torch.Tensor]:
@@ -83,9 +87,13 @@ def _check_decode(
     seq_lens: torch.Tensor,
     output: torch.Tensor,
     scale: float,
+    plan: list[torch.Tensor] | None,
+    settled: bool,
 ) -> None:
     layout.check_decode("kv8_decode", query, kv_cache, block_table, seq_lens, output)
     layout.check_scale("kv8_decode", scale)
+    if settled and plan is None:
+        layout.fail("kv8_decode", "settled", "True without a plan", "True with what plan_decode returned")
 
 
 def _decode_cpu(
@@ -96,8 +104,9 @@ def _decode_cpu(
     output: torch.Tensor,
     scale: float,
     plan: list[torch.Tensor] | None = None,
+    settled: bool = False,
 ) -> None:
-    _check_decode(query, kv_cache, block_table, seq_lens, output, scale)
+    _check_decode(query, kv_cache, block_table, seq_lens, output, scale, plan, settled)
     plan = cpu_decode.plan(block_table, seq_lens, kv_cache.shape[2]) if plan is None else plan
     cpu_decode.decode(query, kv_cache, output, scale, plan)
 
@@ -110,10 +119,11 @@ def _decode_cuda(
     output: torch.Tensor,
     scale: float,
     plan: list[torch.Tensor] | None = None,
+    settled: bool = False,
 ) -> None:
-    _check_decode(query, kv_cache, block_table, seq_lens, output, scale)
+    _check_decode(query, kv_cache, block_table, seq_lens, output, scale, plan, settled)
     plan = cuda.plan(block_table, seq_lens, kv_cache.shape[2]) if plan is None else plan
-    cuda.decode(query, kv_cache, block_table, seq_lens, output, scale, plan)
+    cuda.decode(query, kv_cache, block_table, seq_lens, output, scale, plan, settled)
 
 
 def _decode_fake(
@@ -124,6 +134,7 @@ def _decode_fake(
     output: torch.Tensor,
     scale: float,
     plan: list[torch.Tensor] | None = None,
+    settled: bool = False,
 ) -> None:
     tensors = {"query": query, "kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
     layout.check_one_device("kv8_decode", **tensors, output=output)
@@ -155,7 +166,7 @@ def _dequantise_fake(
 
 register(
     "kv8_decode(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor(a!) output, float scale, "
-    "Tensor[]? plan=None) -> ()",
+    "Tensor[]? plan=None, bool settled=False) -> ()",
     fake=_decode_fake,
     CPU=_decode_cpu,
     CUDA=_decode_cuda,

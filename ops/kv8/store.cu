@@ -29,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const int half = item & 1, head = (item >> 1) % heads, token = (item >> 1) / heads;
     if (token >= tokens) return;
     const long long slot = slots[token];
-    if (slot < 0) return;
     const unsigned short* const from = half ? value + token * value_pitch + head * value_head_pitch
                                             : key + token * key_pitch + head * key_head_pitch;
     float x[WORDS][4], most = 0.0f;
@@ -49,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
     most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
     finite = __all_sync(~0u, finite);
+    if (slot < 0) return;  // known no sooner than the vector, which is read at the same time
     const float scale = finite ? fmaxf(__fdiv_rn(most, 127.0f), SCALE_FLOOR) : __int_as_float(0x7fc00000);
     signed char* const to =
         cache + slot / BS * page_bytes + ((half * BS + slot % BS) * static_cast<long long>(heads) + head) * WIDTH;

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvcompile.ops.kv8 import HEAD_SIZES, cuda, kv8_decode, kv8_dequantise, kv8_store, plan_decode, reference
-from tests.ops.kv8.batches import POISON, Batch, make_batch, poisoned_cache
+from kvcompile.ops.kv8 import HEAD_SIZES, cuda, kv8_decode, kv8_dequantise, kv8_store, reference
+from tests.gpu.kv8_outputs import all_slots, assert_close, assert_like_reference, decode
+from tests.ops.kv8.batches import POISON, make_batch, poisoned_cache
 
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.bfloat16, torch.float16)
-# Of outputs of about 1: rounding of the result, and of probabilities to fp16.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LENGTHS = [
     [1],
     [17, 5, 300],
@@ -23,25 +22,6 @@ LENGTHS = [
     [1, 16, 15, 33, 1000, 2, 129, 32],
 ]
 GROUPS = [(32, 8), (8, 8), (9, 3), (8, 1), (32, 2), (40, 10), (16, 1), (28, 4), (32, 32)]
-
-
-def _decode(batch: Batch, *, planned: bool = False) -> torch.Tensor:
-    """The operator's output on the GPU, from a buffer full of NaN, on the CPU."""
-    query, cache, table, lengths = (x.cuda() for x in (batch.query, batch.cache, batch.block_table, batch.seq_lens))
-    output = torch.full_like(query, float("nan"))
-    plan = plan_decode(table, lengths, cache.shape[2]) if planned else None
-    kv8_decode(query, cache, table, lengths, output, batch.scale, plan)
-    return output.cpu()
-
-
-def _assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
-    scale = expected.abs().amax().clamp_min(1.0)
-    error = ((output.double() - expected).abs() / scale).max().item()
-    assert error <= TOLERANCE[output.dtype], f"error {error:.2e}"
-
-
-def _assert_like_reference(batch: Batch, output: torch.Tensor) -> None:
-    _assert_close(output, reference.attention(batch.query, batch.cache, *batch.tensors, batch.scale))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -84,7 +64,7 @@ def _vectors(cache: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 def test_decode_of_every_head_size_is_that_of_float64(lengths: list[int], head_size: int, dtype: torch.dtype) -> None:
     batch = make_batch([(n - 1, 1) for n in lengths], heads=8, kv_heads=2, head_size=head_size, dtype=dtype)
-    _assert_like_reference(batch, _decode(batch))
+    assert_like_reference(batch, decode(batch))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
@@ -92,7 +72,7 @@ def test_decode_of_every_head_size_is_that_of_float64(lengths: list[int], head_s
 def test_decode_of_every_ratio_of_heads_is_that_of_float64(block_size: int, heads: int, kv_heads: int) -> None:
     rows = [(n - 1, 1) for n in (1, 16, 65, 700)]
     batch = make_batch(rows, heads=heads, kv_heads=kv_heads, head_size=128, block_size=block_size)
-    _assert_like_reference(batch, _decode(batch, planned=True))
+    assert_like_reference(batch, decode(batch, planned=True))
 
 
 @pytest.fixture
@@ -112,19 +92,19 @@ def test_decode_by_the_copies_of_older_architectures_is_that_of_float64(
     before_hopper: None, heads: int, kv_heads: int, head_size: int, lengths: list[int]
 ) -> None:
     batch = make_batch([(n - 1, 1) for n in lengths], heads=heads, kv_heads=kv_heads, head_size=head_size)
-    _assert_like_reference(batch, _decode(batch))
+    assert_like_reference(batch, decode(batch))
 
 
 def test_rows_without_tokens_give_zeros_wherever_they_stand() -> None:
     batch = make_batch([(-1, 1), (20, 1), (-1, 1), (-1, 1), (299, 1), (-1, 1)], heads=8)
-    output = _decode(batch)
-    _assert_like_reference(batch, output)
+    output = decode(batch)
+    assert_like_reference(batch, output)
     assert not output[[0, 2, 3, 5]].any()
 
 
 def test_more_rows_than_the_plan_has_threads_are_all_right() -> None:
     batch = make_batch([(n % 37, 1) for n in range(2100)], heads=4, kv_heads=2)
-    _assert_like_reference(batch, _decode(batch))
+    assert_like_reference(batch, decode(batch))
 
 
 @pytest.mark.parametrize("released", [[1, 0, 3], [2, 2, 4], [0, 1, 0]])
@@ -136,15 +116,15 @@ def test_released_pages_are_neither_read_nor_attended_to(released: list[int]) ->
         held.block_table[row] = held.block_table[row].roll(-pages)
         held.seq_lens[row] -= 16 * pages
     assert (batch.cache[0] == POISON).all()
-    output = _decode(batch)
+    output = decode(batch)
     expected = reference.attention(held.query, held.cache, *held.tensors, held.scale)
-    _assert_close(output, expected)
+    assert_close(output, expected)
 
 
 def test_a_row_of_released_pages_alone_gives_zeros() -> None:
     batch = make_batch([(31, 1), (40, 1)], heads=8)
     batch.block_table[0, :2] = 0
-    assert not _decode(batch)[0].any()
+    assert not decode(batch)[0].any()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -152,25 +132,17 @@ def test_huge_tiny_and_zero_vectors_are_those_of_float64(dtype: torch.dtype) -> 
     batch = make_batch([(70, 1), (200, 1), (15, 1)], heads=8, dtype=dtype)
     factors = torch.tensor([3e4, 1e-4, 0.0, 1.0])[torch.arange(batch.value.shape[0]) % 4]
     value = (torch.randn(batch.value.shape) * factors[:, None, None]).clamp(-6e4, 6e4).to(dtype)
-    slots = _slots(batch)
+    slots = all_slots(batch)
     kv8_store(torch.zeros_like(batch.key), value, batch.cache, slots)
-    output = _decode(batch)
-    _assert_like_reference(batch, output)
+    output = decode(batch)
+    assert_like_reference(batch, output)
     tiny = batch.query * (1e-6 if dtype == torch.float16 else 1e-30)
     batch.query = tiny
-    _assert_like_reference(batch, _decode(batch))
+    assert_like_reference(batch, decode(batch))
     # Scores of hundreds: one token takes all the weight.
     batch.query = torch.full_like(tiny, 50.0)
     kv8_store((batch.key * 20).to(dtype), value, batch.cache, slots)
-    _assert_like_reference(batch, _decode(batch))
-
-
-def _slots(batch: Batch) -> torch.Tensor:
-    block_size, slots = batch.cache.shape[2], []
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        positions = torch.arange(length)
-        slots.append(batch.block_table[row, positions // block_size].long() * block_size + positions % block_size)
-    return torch.cat(slots)
+    assert_like_reference(batch, decode(batch))
 
 
 def test_a_query_out_of_a_wider_tensor_is_that_of_a_copy() -> None:
@@ -180,7 +152,7 @@ def test_a_query_out_of_a_wider_tensor_is_that_of_a_copy() -> None:
     cache, table, lengths = batch.cache.cuda(), batch.block_table.cuda(), batch.seq_lens.cuda()
     output = torch.empty_like(batch.query, device="cuda")
     kv8_decode(wide[:, :8], cache, table, lengths, output, batch.scale)
-    assert torch.equal(output.cpu(), _decode(batch))
+    assert torch.equal(output.cpu(), decode(batch))
 
 
 def test_blocks_that_lie_further_apart_than_they_are_long_are_read_where_they_are() -> None:
@@ -192,7 +164,7 @@ def test_blocks_that_lie_further_apart_than_they_are_long_are_read_where_they_ar
     view.copy_(cache)
     device = torch.empty_like(spread, device="cuda")
     device.copy_(spread)
-    batch_output = _decode(batch)
+    batch_output = decode(batch)
     output = torch.empty_like(batch.query, device="cuda")
     there = device.as_strided(cache.shape, view.stride())
     kv8_decode(batch.query.cuda(), there, batch.block_table.cuda(), batch.seq_lens.cuda(), output, batch.scale)
@@ -234,17 +206,17 @@ def test_a_graph_captured_with_empty_rows_replays_batches_longer_than_any_before
         if plan:
             cuda.plan_into(table, lengths, 16, *plan)
         graph.replay()
-        _assert_like_reference(batch, output.cpu())
+        assert_like_reference(batch, output.cpu())
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 def test_layers_that_follow_each_other_at_once_do_not_disturb_each_other(captured: bool) -> None:
     """Programmatic launches: a layer's store and decode begin while the layer before ends."""
     batches = [make_batch([(600, 1), (33, 1), (1500, 1)], heads=8, head_size=128, seed=seed) for seed in range(12)]
-    alone = [_decode(batch) for batch in batches]
+    alone = [decode(batch) for batch in batches]
     on_gpu = [tuple(x.cuda() for x in (b.query, b.cache, b.block_table, b.seq_lens)) for b in batches]
     outputs = [torch.full_like(query, float("nan")) for query, *_ in on_gpu]
-    stored = [(b.key.cuda(), b.value.cuda(), _slots(b).cuda()) for b in batches]
+    stored = [(b.key.cuda(), b.value.cuda(), all_slots(b).cuda()) for b in batches]
 
     def layers() -> None:
         for (query, cache, table, lengths), output, (key, value, slots), batch in zip(
@@ -272,13 +244,13 @@ def test_layers_that_follow_each_other_at_once_do_not_disturb_each_other(capture
 
 def test_blocks_further_than_2_gib_into_the_cache_are_found() -> None:
     batch = make_batch([(70, 1), (500, 1)], heads=32, kv_heads=8, head_size=128)
-    expected = _decode(batch)
+    expected = decode(batch)
     small, blocks = batch.cache.cuda(), 70_000
     cache = torch.full((blocks, *small.shape[1:]), POISON, dtype=torch.int8, device="cuda")
     base = blocks - small.shape[0]
     assert base * cache.stride(0) > 1 << 31
     table = torch.where(batch.block_table < blocks, batch.block_table + base, batch.block_table).cuda()
-    kv8_store(batch.key.cuda(), batch.value.cuda(), cache, _slots(batch).cuda() + base * 16)
+    kv8_store(batch.key.cuda(), batch.value.cuda(), cache, all_slots(batch).cuda() + base * 16)
     assert torch.equal(cache[base + 1], small[1])
     output = torch.empty_like(batch.query, device="cuda")
     kv8_decode(batch.query.cuda(), cache, table, batch.seq_lens.cuda(), output, batch.scale)
@@ -333,4 +305,4 @@ def test_it_computes_what_vllms_int8_kernels_compute(head_size: int) -> None:
     query, cache, table, lengths = (x.cuda() for x in (batch.query, batch.cache, batch.block_table, batch.seq_lens))
     theirs = torch.empty_like(query)
     triton_decode(query, cache, table, lengths, theirs, batch.scale)
-    _assert_close(theirs.cpu(), _decode(batch).double())
+    assert_close(theirs.cpu(), decode(batch).double())

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import torch
-from kvcompile.ops.kv8 import kv8_decode, kv8_dequantise, kv8_store, reference
+from kvcompile.ops.kv8 import kv8_decode, kv8_dequantise, kv8_store, plan_decode, reference
 from tests.ops.kv8.batches import make_batch
 
 # A head a warp and several warps a head, copies of a token and of a tile, a last word beyond the vector.
@@ -22,6 +22,10 @@ for heads, kv_heads, head_size, block_size in ((32, 8, 128, 16), (8, 1, 128, 16)
     kv8_decode(query, cache, table, lengths, output, batch.scale)
     expected = reference.attention(batch.query, batch.cache, *batch.tensors, batch.scale)
     assert (output.cpu().double() - expected).abs().max() < 0.1
+    plan, again = plan_decode(table, lengths, block_size), torch.empty_like(query)
+    torch.cuda.synchronize()
+    kv8_decode(query, cache, table, lengths, again, batch.scale, plan, settled=True)
+    assert torch.equal(again, output)
     key = torch.randn(5, kv_heads, head_size, device="cuda").bfloat16()
     kv8_store(key, key, cache, torch.tensor([3, -1, 20, 0, 31], device="cuda"))
     starts = torch.tensor([0, 1, 40, 40, 45, 60], dtype=torch.int32, device="cuda")

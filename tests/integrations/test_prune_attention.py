@@ -93,3 +93,13 @@ def test_of_a_prompt_that_is_stored_inline_no_token_is_stored_as_it_comes(forwar
     forward(batch, {1: job})
     assert job.stored == {"a"} and not job.keeps
     assert torch.equal(batch.cache, wanted)
+
+
+def test_pages_are_read_while_a_step_still_stores_only_if_it_has_no_prompt(
+    forward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = []
+    monkeypatch.setattr(attention_cuda, "kv8_decode", lambda *arguments: settled.append(arguments[-1]))
+    forward(make_batch([(30, 1), (79, 1)]), {})
+    forward(make_batch([(30, 1), (0, 40)]), {})
+    assert settled == [True, False]

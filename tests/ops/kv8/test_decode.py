@@ -118,6 +118,7 @@ def test_opcheck_finds_nothing_wrong() -> None:
         ({"seq_lens": torch.zeros(2)}, r"seq_lens: given torch.float32 \(2,\) on cpu, allowed torch.int32"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens: given 3 requests, allowed the 2 rows"),
         ({"scale": -1.0}, "scale: given -1.0, allowed a finite number above 0"),
+        ({"settled": True}, "settled: given True without a plan, allowed True with what plan_decode returned"),
         (
             {"block_table": torch.zeros(9, 2, dtype=torch.int32).t()},
             r"block_table: given strides \(1, 2\), allowed stride 1 in the last dimension",
