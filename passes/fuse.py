@@ -105,27 +105,29 @@ def _check(y: Node, quantisers: Iterable[Node], fusion: Fusion) -> None:
 def _replace(graph: Graph, quantisers: Sequence[Node], fusion: Fusion) -> None:
     origin = fusion.place
     with graph.inserting_before(fusion.place):
-        rows = [node if value(node).dim() == 2 else _reshaped(graph, node, (-1, width(node))) for node in fusion.rows]
-        fused = _insert(graph, fusion.operator, (*rows, *fusion.others), origin)
-        results = [_insert(graph, operator.getitem, (fused, i), origin) for i in range(2)]
+        rows = [node if value(node).dim() == 2 else reshaped(graph, node, (-1, width(node))) for node in fusion.rows]
+        fused = insert(graph, fusion.operator, (*rows, *fusion.others), origin)
+        results = [insert(graph, operator.getitem, (fused, i), origin) for i in range(2)]
         replaced = [(user, results[user.args[1]]) for quantiser in quantisers for user in quantiser.users]
         dead = [node for _, node in fusion.further if not node.users]
         for index, node in fusion.further:
             if node in dead:
                 continue
-            result = _insert(graph, operator.getitem, (fused, index), origin)
+            result = insert(graph, operator.getitem, (fused, index), origin)
             shape = [n if isinstance(n, int) else -1 for n in value(node).shape]
-            replaced.append((node, result if len(shape) == 2 else _reshaped(graph, result, shape)))
+            replaced.append((node, result if len(shape) == 2 else reshaped(graph, result, shape)))
     for old, new in replaced:
         old.replace_all_uses_with(new)
-    _erase(graph, [*dead, *(old for old, _ in replaced)])
+    erase(graph, [*dead, *(old for old, _ in replaced)])
 
 
-def _reshaped(graph: Graph, node: Node, shape: Sequence[int]) -> Node:
-    return _insert(graph, torch.ops.aten.reshape.default, (node, list(shape)), node)
+def reshaped(graph: Graph, node: Node, shape: Sequence[int]) -> Node:
+    """`node` in another shape, put in where the graph inserts."""
+    return insert(graph, torch.ops.aten.reshape.default, (node, list(shape)), node)
 
 
-def _insert(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], origin: Node) -> Node:
+def insert(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], origin: Node) -> Node:
+    """A call of `target`, put in where the graph inserts, with fake results; graph dumps take it for `origin`'s."""
     node = graph.call_function(target, args)
     values = map_arg(args, value)
     node.meta.update({key: origin.meta[key] for key in _ORIGIN if key in origin.meta})
@@ -136,7 +138,7 @@ def _insert(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], ori
     return node
 
 
-def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
+def erase(graph: Graph, nodes: Iterable[Node]) -> None:
     """Erase those that nobody uses, and what then nobody uses of what they were computed from."""
     pending, erased = list(nodes), set()
     while pending:

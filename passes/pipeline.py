@@ -34,6 +34,7 @@ import kvcompile.passes
 from kvcompile.passes.attention_swap import AttentionSwap
 from kvcompile.passes.norm_quant import NormQuant
 from kvcompile.passes.result import PassResult
+from kvcompile.passes.rotary import Rotary
 from kvcompile.passes.swiglu_quant import SwigluQuant
 
 logger = logging.getLogger("vllm.kvcompile.passes")
@@ -45,9 +46,10 @@ class PassError(RuntimeError):
     """A pass matched nothing although the graph holds what it is for, and the configuration is strict."""
 
 
-# In the order in which they run. A quantiser has one producer, so neither of the fusions takes a site from the other;
-# the swap comes last, so that a pass in front of it still finds attention by vLLM's name.
-PASSES: tuple[type, ...] = (NormQuant, SwigluQuant, AttentionSwap)
+# In the order in which they run. A quantiser has one producer, so neither of the fusions takes a site from the other,
+# and rotary embedding has part in neither; the swap comes last, so that a pass in front of it still finds attention by
+# vLLM's name.
+PASSES: tuple[type, ...] = (NormQuant, SwigluQuant, Rotary, AttentionSwap)
 
 
 class Observer(Protocol):

@@ -47,25 +47,21 @@ attention or a norm is none, and neither is one of a product that somebody else 
 
 from __future__ import annotations
 
-import operator
-from typing import NamedTuple
-
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
 
 from kvcompile.passes.fuse import Fusion, Misfit, fuse_quantisers
 from kvcompile.passes.nodes import (
-    arguments,
     calls,
     is_item,
     is_ours,
-    is_view,
     operator_name,
     pointwise_cone,
     value,
     width,
 )
+from kvcompile.passes.parts import Part, behind_rows, part
 from kvcompile.passes.result import PassResult
 
 _aten = torch.ops.aten
@@ -145,14 +141,6 @@ def _silu_operand(node: Node) -> Node | None:
     return None
 
 
-class _Part(NamedTuple):
-    """Channels start to stop (exclusive) of the last dimension of `source`."""
-
-    source: Node
-    start: int
-    stop: int
-
-
 def _whole(gate: Node, up: Node) -> Node:
     """The tensor whose first half is `gate` and whose second is `up`; Misfit if there is none."""
     first, second = _part(gate), _part(up)
@@ -169,41 +157,12 @@ def _whole(gate: Node, up: Node) -> Node:
     raise Misfit(f"gate and up are channels {shown} of {channels}, not its halves")
 
 
-def _part(node: Node) -> _Part:
-    """Which channels of which tensor `node` is, behind views that keep rows; Misfit if it is no such part."""
-    while is_view(node) and width(node) == width(node.args[0]):
-        node = node.args[0]
-    part = _slice(node) if calls(node, _aten.slice.Tensor) else _split(node)
-    if part is None:
-        raise Misfit(f"{node.name} is no slice of another tensor's channels")
-    return part
-
-
-def _slice(node: Node) -> _Part | None:
-    given = arguments(node)
-    source, start, stop = given["self"], given["start"] or 0, given["end"]
-    channels = width(source)
-    stop = channels if stop is None else stop
-    if channels is None or not _is_last(given["dim"], source) or given["step"] != 1:
-        return None
-    if not isinstance(start, int) or not isinstance(stop, int):
-        return None
-    return _Part(source, *slice(start, stop).indices(channels)[:2])
-
-
-def _split(node: Node) -> _Part | None:
-    if not (calls(node, operator.getitem) and calls(node.args[0], _aten.split.Tensor, _aten.split_with_sizes.default)):
-        return None
-    given = arguments(node.args[0])
-    source, sizes = given["self"], [size.shape[-1] for size in value(node.args[0])]
-    if width(source) is None or not _is_last(given["dim"], source) or not all(isinstance(n, int) for n in sizes):
-        return None
-    start = sum(sizes[: node.args[1]])
-    return _Part(source, start, start + sizes[node.args[1]])
-
-
-def _is_last(dim: int, node: Node) -> bool:
-    return dim in (-1, value(node).dim() - 1)
+def _part(node: Node) -> Part:
+    """`part`, or Misfit."""
+    found = part(node)
+    if found is None:
+        raise Misfit(f"{behind_rows(node).name} is no slice of another tensor's channels")
+    return found
 
 
 def _refuse_other_activations(y: Node) -> None:

@@ -29,6 +29,7 @@ SCRIPT = """
     from torch._inductor.graph import GraphLowering
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     from kvcompile.ops.act_quant import cpu
     from kvcompile.presets import compilation_config
@@ -102,6 +103,7 @@ SCRIPT = """
         del llm, config
         gc.collect()
         cleanup_dist_env_and_memory()
+        _ROPE_DICT.clear()  # vLLM gives the next engine these modules, with the kernels that this one chose
 """
 PROMPTS = [[(7 * i * i + 31 * j) % 509 for i in range(1, n + 1)] for j, n in enumerate((3, 40, 130))]
 _CALL = re.compile(r"^\s*(?:\w+ = )?torch\.ops\.(kvcompile|vllm)\.(\w+)\.default\(", re.MULTILINE)

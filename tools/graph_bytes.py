@@ -5,9 +5,10 @@
 
 `token` are bytes per token (activations), `constant` those that do not depend on the number of tokens (weights,
 tables). Each argument counts once, a dimension of stride 0 (expanded) as one element. Views cost nothing: they are read
-where somebody computes with them. A gather reads of its table as much as it returns. A buffer that is made but not
-filled costs nothing. It is what the operators would move if each of them ran by itself: Inductor fuses neighbouring
-pointwise operators further, before and after the passes alike, and caches keep some of it: no measurement of traffic.
+where somebody computes with them. A gather reads of its table as much as it returns, rotary embedding a row for each
+position. A buffer that is made but not filled costs nothing. It is what the operators would move if each of them ran by
+itself: Inductor fuses neighbouring pointwise operators further, before and after the passes alike, and caches keep some
+of it: no measurement of traffic.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.nodes import behind_views, is_view
+from kvcompile.passes.nodes import behind_views, is_view, operator_name, value
 
 _aten = torch.ops.aten
 _GATHERS = {_aten.embedding.default: 0, _aten.index_select.default: 0, _aten.index.Tensor: 0}
+# Inputs: a table, and the indices of the rows that are read of it.
+_TABLES = {"kvcompile::rotary": (3, 2)}
 _UNFILLED = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.new_empty.default}
 
 
@@ -52,15 +55,23 @@ def moved(node: Node, tokens: Any | None) -> dict[str, Any] | None:
     if is_free(node):
         return None
     table = _GATHERS.get(node.target)
-    total = _all(node)
-    for index, source in enumerate(dict.fromkeys(node.all_input_nodes)):
-        if behind_views(source).target not in _UNFILLED:  # else there is nothing in it to be read
+    total, sources = _all(node), list(dict.fromkeys(node.all_input_nodes))
+    picked, rows = _TABLES.get(operator_name(node), (None, None))
+    for index, source in enumerate(sources):
+        if index == picked:
+            total += _rows(source, sources[rows])
+        elif behind_views(source).target not in _UNFILLED:  # else there is nothing in it to be read
             total += _all(node if index == table else source)
     return _split(total, tokens)
 
 
 def _all(node: Node) -> Any:
     return sum((_bytes(value) for value in _values(node.meta.get("val"))), sympy.Integer(0))
+
+
+def _rows(table: Node, indices: Node) -> Any:
+    sizes = (*value(indices).shape, *value(table).shape[1:])
+    return prod(map(_expression, sizes), start=sympy.Integer(1)) * value(table).element_size()
 
 
 def _split(total: Any, tokens: Any | None) -> dict[str, Any]:

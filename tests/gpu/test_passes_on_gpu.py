@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 LAYERS, FEWER = 2, 1
 CONFIG = llama_8b(LAYERS)
-OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}}
+OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "rotary": False, "attention_swap": False}}
 SPLITS: dict[str, dict[str, Any]] = {"piecewise": {}, "partition": {"use_inductor_graph_partition": True}}
 # Inductor rounds where the graph rounds. By itself it leaves that out within what it joins, so that the unfused model
 # would differ from its own graph by more than the passes may change.
@@ -103,6 +103,7 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
             "kvcompile::fused_add_rms_norm_quant": 2 * LAYERS - 1,
             "kvcompile::silu_mul_quant": LAYERS,
             "kvcompile::quant_per_token": LAYERS,
+            "kvcompile::rotary": LAYERS,
             "kvcompile::pruned_kv8_attention": LAYERS,
             "kvcompile::w4a8_linear": 4 * LAYERS,
         }
@@ -118,10 +119,10 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
 
 def test_the_three_pieces_have_them_too_and_attention_is_in_none(served: Engines) -> None:
     norm, swiglu = "kvcompile::fused_add_rms_norm_quant", "kvcompile::silu_mul_quant"
-    linear, quantiser = "kvcompile::w4a8_linear", "kvcompile::quant_per_token"
+    linear, quantiser, rotary = "kvcompile::w4a8_linear", "kvcompile::quant_per_token", "kvcompile::rotary"
     assert _counts(served["piecewise on"]) == [
-        {"kvcompile::rms_norm_quant": 1, linear: 1},
-        {quantiser: 1, norm: 2, swiglu: 1, linear: 4},
+        {"kvcompile::rms_norm_quant": 1, linear: 1, rotary: 1},
+        {quantiser: 1, norm: 2, swiglu: 1, linear: 4, rotary: 1},
         {quantiser: 1, norm: 1, swiglu: 1, linear: 3},
     ]
     assert _counts(served["piecewise off"]) == [{quantiser: n, linear: n} for n in (1, 4, 3)]
@@ -186,7 +187,7 @@ def test_a_decoded_layer_takes_one_kernel_less_for_each_fused_site(counted: Engi
             print(f"    {count:g} {name[:110]}")
     on, off = (sum(per_layer[state].values()) for state in ("on", "off"))
     assert on == int(on) > 0 and off == int(off)
-    assert off - on >= 3  # two norms and SwiGLU
+    assert off - on >= 4  # two norms, SwiGLU, and key's rotary embedding
 
 
 def test_vllms_own_fusion_of_attention_runs_in_front_and_changes_nothing(served: Engines, model: Path) -> None:

@@ -21,6 +21,7 @@ from kvcompile.ops.kv8 import cuda as kv8
 from kvcompile.ops.kv8.decode_shape import SHARED_BYTES, decode_shape
 from kvcompile.ops.prune import cuda as prune
 from kvcompile.ops.prune import cuda_move, cuda_select
+from kvcompile.ops.rotary import cuda as rotary
 
 CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.+?) ;", re.MULTILINE)
 LOAD = re.compile(r"\b(LDG|LDGSTS|LD|UBLKCP)\b")
@@ -44,6 +45,7 @@ SOURCES: list[tuple[Path, dict[str, int | str]]] = [
     *((source, {"D": 128, "ROWS": 128, "DTYPE": 0, "REACH": 3}) for source in (prune.ANCHOR, prune.SCORE)),
     *((source, {"D": 128, "ROWS": 128, "DTYPE": 0}) for source in (prune.STATS, prune.MEANS, prune.KEY_DIFFERENCE)),
     *((source, {"D": 128}) for source in (prune.ANCHOR_SUM, cuda_move.COMPACT, cuda_move.COPY)),
+    *((rotary.SOURCE, {"D": 128, "DTYPE": 0, "WIDTH": width}) for width in (8, 1)),
     (prune.FINISH, {}),
     (cuda_select.SELECT, {}),
 ]

@@ -26,7 +26,7 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor, device: str = "cp
     fakes = []
     for tensor in inputs:
         sizes = [DimDynamic.STATIC] * tensor.dim()
-        if tensor.dim() > 1:
+        if tensor.dim() > 1 or not tensor.is_floating_point():
             sizes[0] = DimDynamic.DUCK
         fake = mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(sizes))
         with mode:

@@ -217,5 +217,5 @@ def test_strict_stops_at_attention_that_cannot_be_swapped_and_says_why():
 def test_it_runs_last_and_can_be_switched_off():
     assert PassPipeline(to_dict(KVCompileConfig())).order[-1] == "attention_swap"
     off = to_dict(resolve(overrides={"passes.attention_swap": False}, environ={}).config)
-    assert PassPipeline(off).order == ("norm_quant", "swiglu_quant")
+    assert PassPipeline(off).order == ("norm_quant", "swiglu_quant", "rotary")
     assert PassPipeline(off).uuid() != PassPipeline(to_dict(KVCompileConfig())).uuid()

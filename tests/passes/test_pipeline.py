@@ -34,7 +34,7 @@ def warnings() -> list[str]:
 def test_the_built_in_passes_leave_a_graph_alone_that_has_no_quantiser():
     ours = PassPipeline(CONFIG)
     graph = graph_of(torch.neg)
-    assert ours.order == ("norm_quant", "swiglu_quant", "attention_swap")
+    assert ours.order == ("norm_quant", "swiglu_quant", "rotary", "attention_swap")
     assert ours(graph) == [PassResult(name, 0, 0) for name in ours.order]
     assert ours.graphs_seen == 1
     assert targets(graph) == [torch.neg]
