@@ -79,7 +79,7 @@ def _write(path: Path, source: QServeSource, workspace: Workspace) -> None:
         "group_size": "channel" if groups[widest] == widest else groups[widest],
         "group_sizes": {str(width): group for width, group in sorted(groups.items())},
         "method": "qserve",
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": [],
     }
     for side in side_files(path):
         workspace.copy(side, str(side.relative_to(path)))

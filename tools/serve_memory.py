@@ -24,6 +24,7 @@ TOLERANCE = 0.02
 
 _BF16 = 2
 _VOCABULARY_STEP = 64  # rows to which vLLM pads embeddings and head
+_MARLIN_STEP = 128  # channels of which its int8 kernel takes multiples
 _ITEM_BYTES = {"auto": _BF16, "fp8": 1, "int8_per_token_head": 1}
 _SCALE_BYTES = {"int8_per_token_head": 4}  # of each token and KV head, for keys and values each
 
@@ -31,10 +32,18 @@ _SCALE_BYTES = {"int8_per_token_head": 4}  # of each token and KV head, for keys
 def weight_bytes(config: Mapping[str, Any], weights: str) -> int:
     """Bytes of a model's parameters and buffers. config: its config.json; weights: "bf16", "fp8" or "w4a8".
 
-    Norms, embeddings and the head stay bf16 in all, as does the one table of rotary sines and cosines.
+    Norms and embeddings stay bf16 in all, as does the one table of rotary sines and cosines; so does the head, but for
+    "w4a8", where one of its own (not the embedding) is int8.
     """
     count = {"bf16": _bf16, "fp8": _fp8, "w4a8": _w4a8}[weights]
-    tensors = sum(count(*each.shape) if each.linear else _plain(each) for each in expected(config, "config.json"))
+
+    def held(tensor: Expected) -> int:
+        if tensor.linear:
+            return count(*tensor.shape)
+        int8 = weights == "w4a8" and tensor.name == "lm_head.weight"
+        return _int8_head(*tensor.shape) if int8 else _plain(tensor)
+
+    tensors = sum(map(held, expected(config, "config.json")))
     rotary = int(config.get("max_position_embeddings", 8192)) * _head_size(config) * _BF16
     return tensors + rotary
 
@@ -100,6 +109,12 @@ def _plain(tensor: Expected) -> int:
     if rest:
         rows = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
     return rows * math.prod(rest) * _BF16
+
+
+def _int8_head(rows: int, columns: int) -> int:
+    """A byte of each weight and a bf16 scale of each row; bf16 where vLLM's Marlin kernel has no such width."""
+    rows = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
+    return rows * columns * _BF16 if columns % _MARLIN_STEP else rows * (columns + _BF16)
 
 
 def _bf16(rows: int, columns: int) -> int:

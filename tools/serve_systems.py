@@ -54,7 +54,9 @@ def _ours(*parts: str, **prune: Any) -> System:
     options: dict[str, Any] = {part: {"enabled": part in parts} for part in _PARTS}
     options["prune"] |= prune
     quantised, kv8 = "linear" in parts, "kv8" in parts
-    options["passes"] = {"norm_quant": quantised, "swiglu_quant": quantised, "attention_swap": kv8}
+    # As `serve_memory` counts it, and as it is by itself with the default --max-num-seqs.
+    options["linear"]["lm_head_int8"] = "always" if quantised else "never"
+    options["passes"] = {"norm_quant": quantised, "swiglu_quant": quantised, "rotary": kv8, "attention_swap": kv8}
     expected = {
         **_STOCK,
         "kvcompile": True,

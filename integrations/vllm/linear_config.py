@@ -30,7 +30,8 @@ _KEYS = ("quant_method", "format", "group_size", "group_sizes", "method", "modul
 _ACTIVATION_WORDS = ("activation", "input", "act_")
 _ANEW = "quantise it anew with `kvcompile quantize`"
 _LINEAR = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)")
-_NOT_IN_LAYERS = ("lm_head", "model.embed_tokens")  # never quantised; a list may say so
+# Never W4A8; a list may say so. With lm_head in it the head stays as it is, else it is served in int8.
+_NOT_IN_LAYERS = ("lm_head", "model.embed_tokens")
 _WIDTH = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -107,16 +108,18 @@ class W4A8Config(QuantizationConfig):
         return cls(dict(_group_size(width, group) for width, group in sizes.items()), tuple(skipped))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """None for what is no linear (attention, embeddings, lm_head): vLLM then keeps its own method.
+        """None for what is no linear (attention, embeddings, a head that stays): vLLM then keeps its own method.
 
         Raises UsageError for the experts of a mixture, and for LoRA.
         """
         # Not at the top: a process that only builds a configuration has no use for vLLM's layers.
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        from kvcompile.integrations.vllm import linear_complete
+        from kvcompile.integrations.vllm import linear_complete, lm_head_choice
         from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
+        from kvcompile.integrations.vllm.lm_head import Int8HeadMethod
 
         linear_complete.install()  # vLLM asks this of every layer before it loads the first weight
         if isinstance(layer, RoutedExperts):
@@ -124,6 +127,9 @@ class W4A8Config(QuantizationConfig):
                 f"layer {prefix}: W4A8 does not reach the experts of a mixture; serve the checkpoint without "
                 f"{W4A8_QUANTIZATION}"
             )
+        if isinstance(layer, ParallelLMHead):
+            why = lm_head_choice.why_not(get_current_vllm_config(), self, layer.embedding_dim)
+            return Int8HeadMethod(prefix) if why is None else None
         if not isinstance(layer, LinearBase):
             return None
         if get_current_vllm_config().lora_config is not None:  # the preset has refused it before; not everyone uses it

@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from kvcompile import __version__
 from kvcompile.config import KVCompileConfig
+from kvcompile.integrations.vllm import lm_head_choice
 from kvcompile.integrations.vllm.active import W4A8_QUANTIZATION
 from kvcompile.presets import MODULES, NAME
 
@@ -23,7 +24,8 @@ def say_what_is_off(config: VllmConfig) -> None:
     parts = [module.name for module in MODULES if module.available and module.name != "linear"]
     off = ", ".join(name for name in parts if getattr(getattr(KVCompileConfig(), name), "enabled", True))
     logger.info(
-        "kvcompile %s: active: linear (%s); not active without --compilation-config %s: %s", __version__, how, NAME, off
+        "kvcompile %s: active: linear (%s%s); not active without --compilation-config %s: %s",
+        *(__version__, how, lm_head_choice.said(config), NAME, off),
     )
 
 

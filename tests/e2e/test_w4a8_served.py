@@ -72,12 +72,14 @@ SERVE = """
         gc.collect()
         cleanup_dist_env_and_memory()
 """
-# Calls per step of the model: what quantises the inputs of qkv and gate_up, of down, and of o_proj.
+# Calls per step of the model: what quantises the inputs of qkv and gate_up, of down, and of o_proj, and what turns
+# query and key.
 FUSED = {
     "kvcompile::rms_norm_quant": 1,  # the first layer has no residual yet
     "kvcompile::fused_add_rms_norm_quant": 2 * LAYERS - 1,
     "kvcompile::silu_mul_quant": LAYERS,
     "kvcompile::quant_per_token": LAYERS,
+    "kvcompile::rotary": LAYERS,
 }
 UNFUSED = {"kvcompile::quant_per_token": QKV_GATE_UP_O_DOWN * LAYERS}
 
@@ -146,9 +148,9 @@ def _assert_w4a8_ran(answers: Answers, quantisers: dict[str, int]) -> None:
 def test_compiled_linears_call_the_w4a8_operators(served: Run) -> None:
     assert served.engines["compiled"].mode == "VLLM_COMPILE"
     _assert_w4a8_ran(served.engines["compiled"], FUSED)
-    passes = "norm_quant and swiglu_quant in VLLM_COMPILE, no attention_swap: attention is not kvcompile's"
+    passes = "norm_quant and swiglu_quant and rotary in VLLM_COMPILE, no attention_swap: attention is not kvcompile's"
     assert f"active: passes ({passes}), " in served.log
-    assert "linear (W4A8 checkpoint, group size 128 and 64, torch CPU operators)" in served.log
+    assert "linear (W4A8 checkpoint, group size 128 and 64, torch CPU operators, lm_head int8)" in served.log
 
 
 @pytest.mark.e2e
@@ -156,9 +158,9 @@ def test_compiled_linears_call_the_w4a8_operators(served: Run) -> None:
 def test_every_norm_and_swiglu_in_front_of_a_linear_is_fused_with_its_quantiser(served: Run) -> None:
     # Graphs to the first attention, between two, and from the last; the final norm has no quantiser behind it.
     assert re.findall(r"kvcompile passes: graph (\d), \d+ nodes, [\d.]+ ms: (.*)", served.log) == [
-        ("1", "norm_quant 1 of 1, swiglu_quant 0 of 0"),
-        ("2", "norm_quant 2 of 2, swiglu_quant 1 of 1"),
-        ("3", "norm_quant 1 of 1, swiglu_quant 1 of 1"),
+        ("1", "norm_quant 1 of 1, swiglu_quant 0 of 0, rotary 1 of 1"),
+        ("2", "norm_quant 2 of 2, swiglu_quant 1 of 1, rotary 1 of 1"),
+        ("3", "norm_quant 1 of 1, swiglu_quant 1 of 1, rotary 0 of 0"),
     ]
 
 
@@ -199,6 +201,8 @@ def test_weights_are_held_once_whichever_way_they_came(served: Run) -> None:
     shapes = [(512, 256, 128), (256, 256, 128), (640, 256, 128), (256, 320, 64)]
     linears = sum(size for name, size in held.items() if "_proj." in name)
     assert linears == LAYERS * sum(n * k // 2 + n * (k // g) * 2 + n * 4 for n, k, g in shapes)
+    head = {name: size for name, size in held.items() if name.startswith("lm_head.")}
+    assert head == {"lm_head.codes": 512 * 256, "lm_head.scales": 512 * 4}
     assert all(answers.bytes == held for answers in served.engines.values())
 
 
@@ -222,7 +226,7 @@ def test_quantising_while_loading_is_the_rounded_checkpoint(served: Run) -> None
 def test_quantising_while_loading_works_with_the_preset_and_its_int8_cache(served: Run) -> None:
     online, preset = served.engines["online"], served.engines["online, preset"]
     assert (online.cache, preset.cache) == ("auto", "int8_per_token_head")
-    assert "linear (W4A8, quantised while loading, torch CPU operators)" in served.log
+    assert "linear (W4A8, quantised while loading, torch CPU operators, lm_head int8)" in served.log
     _assert_w4a8_ran(preset, UNFUSED)
     prompt = len(preset.answers[2][0]) - 6
     ours, theirs = (torch.tensor(answers.answers[2][1][: prompt - 1]) for answers in (preset, online))

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": EPSILON,
     "rope_theta": THETA,
     "hidden_act": "silu",
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -46,7 +46,7 @@ QKV_GATE_UP_O_DOWN = 4  # linears of a layer after vLLM has merged them
 
 
 def write_plain(folder: Path, *, intermediate: int = INTERMEDIATE) -> Path:
-    """An unquantised checkpoint in bf16, embeddings tied. Two layers: one more gives no other graph than these."""
+    """An unquantised checkpoint in bf16, its head not tied. Two layers: one more gives no other graph than these."""
     generator = torch.Generator().manual_seed(11)
 
     def random(*shape: int, size: float) -> torch.Tensor:
@@ -61,6 +61,7 @@ def write_plain(folder: Path, *, intermediate: int = INTERMEDIATE) -> Path:
         for name, shape in LINEARS.items():
             rows, columns = (intermediate if n == INTERMEDIATE else n for n in shape)
             tensors[f"{layer}.{name}.weight"] = random(rows, columns, size=columns**-0.5)
+    tensors["lm_head.weight"] = random(VOCABULARY, HIDDEN, size=0.1)
     return _write(folder, {**CONFIG, "intermediate_size": intermediate}, tensors)
 
 
@@ -81,7 +82,7 @@ def write_quantised(folder: Path, plain: Path) -> Path:
         "group_size": 128,
         "group_sizes": sizes,
         "method": "rtn",
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": [],
     }
     config = json.loads((plain / "config.json").read_text())
     return _write(folder, {**config, "quantization_config": described}, tensors)
@@ -110,13 +111,21 @@ def product(tensors: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> tor
     return (x_q @ int8_weight(tensors, name).t()).float() * (largest / 127) * tensors[f"{name}.channel_scales"]
 
 
+def int8_head(weight: torch.Tensor) -> torch.Tensor:
+    """What an engine in fp32 makes of the head [N, K] of a W4A8 model: int8 with one scale a row, float64."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scales).round().double() * scales.double()
+
+
 def logprobs(checkpoint: Path, tokens: list[int]) -> torch.Tensor:
     """log p(tokens[i] | tokens before it) for i >= 1, float64, by a W4A8 checkpoint, or a plain one in float64.
 
     Shares no code with the product: weights are decoded by the format's definition, and everything but W4A8 linears
-    runs in float64.
+    and an int8 head runs in float64.
     """
     tensors = load_file(checkpoint / "model.safetensors")
+    quantised = any(name.endswith(".qweight") for name in tensors)
+    head = int8_head(tensors["lm_head.weight"]) if quantised else tensors["lm_head.weight"].double()
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         if f"{name}.weight" in tensors:
@@ -149,5 +158,5 @@ def logprobs(checkpoint: Path, tokens: list[int]) -> torch.Tensor:
         h = norm(f"{layer}.post_attention_layernorm", x)
         gate, up = (linear(f"{layer}.mlp.{name}_proj", h) for name in ("gate", "up"))
         x = x + linear(f"{layer}.mlp.down_proj", gate / (1 + (-gate).exp()) * up)
-    logits = norm("model.norm", x) @ tensors["model.embed_tokens.weight"].double().t()
+    logits = norm("model.norm", x) @ head.t()
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

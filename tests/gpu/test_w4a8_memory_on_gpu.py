@@ -52,7 +52,8 @@ def test_a_loaded_model_takes_what_its_4_bit_weights_need(tmp_path: Path) -> Non
     said = run_python(LOAD, tmp_path, str(KV_CACHE_BYTES))
     # Codes, a scale and a zero of each group, a scale of each channel.
     linears = LAYERS * sum(n * k // 2 + n * (k // GROUP) * 2 + n * 4 for n, k in LINEARS)
-    needed = linears + 2 * 2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * 2 * HIDDEN + KV_CACHE_BYTES
+    embedding, head = 2 * VOCABULARY * HIDDEN, VOCABULARY * (HIDDEN + 2)  # int8, a bf16 scale of each row
+    needed = linears + embedding + head + (2 * LAYERS + 1) * 2 * HIDDEN + KV_CACHE_BYTES
     for word in ("ALLOCATED", "AFTER"):
         (allocated,) = map(int, re.findall(rf"^{word} (\d+)$", said, re.MULTILINE))
         print(f"\n{word}: {allocated / 2**20:.0f} MiB, of which {needed / 2**20:.0f} are weights and KV cache")

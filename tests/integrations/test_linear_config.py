@@ -10,7 +10,7 @@ from vllm.config import LoRAConfig, VllmConfig
 from vllm.logger import _print_info_once
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm.linear import W4A8LinearMethod, W4A8OnlineLinearMethod
@@ -136,8 +136,8 @@ def test_linears_are_ours_but_for_those_that_the_checkpoint_leaves_out():
 def test_what_is_no_linear_keeps_vllms_own_method():
     config = W4A8Config({256: 64})
     with rank(0, 1):
-        head = ParallelLMHead.__new__(ParallelLMHead)
-    assert config.get_quant_method(head, "lm_head") is None
+        embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    assert config.get_quant_method(embedding, "model.embed_tokens") is None
     assert config.get_quant_method(torch.nn.Module(), "model.layers.0.self_attn.attn") is None
 
 

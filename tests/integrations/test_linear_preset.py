@@ -134,12 +134,12 @@ def test_lora_is_refused_by_its_flag(refusal, quantised):
 )
 def test_the_line_names_the_groups_of_a_w4a8_checkpoint(build, checkpoint, startup_lines, sizes, says):
     build(model=checkpoint(quantization_config={**QUANTISED, "group_sizes": sizes}))
-    assert f", linear (W4A8 checkpoint, {says}, torch CPU operators), prune (" in startup_lines[0]
+    assert f", linear (W4A8 checkpoint, {says}, torch CPU operators, lm_head as it is: " in startup_lines[0]
 
 
 def test_the_line_says_that_weights_are_quantised_while_loading(build, startup_lines):
     build(quantization="kvcompile_w4a8")
-    assert ", linear (W4A8, quantised while loading, torch CPU operators), prune (" in startup_lines[0]
+    assert ", linear (W4A8, quantised while loading, torch CPU operators, lm_head int8), prune (" in startup_lines[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,11 @@ from tests.integrations.w4a8_layers import HEAD, checkpoint_of, config_of, finis
 
 
 @pytest.mark.parametrize(
-    ("fields", "how"), [({}, "W4A8 checkpoint"), ({"quantization": "kvcompile_w4a8"}, "quantised while loading")]
+    ("fields", "how"),
+    [
+        ({}, "W4A8 checkpoint, lm_head as it is: modules_to_not_convert has it"),
+        ({"quantization": "kvcompile_w4a8"}, "quantised while loading, lm_head int8"),
+    ],
 )
 def test_without_the_preset_one_line_says_what_is_not_active(engine_args, checkpoint, startup_lines, fields, how):
     model = checkpoint() if fields else checkpoint(quantization_config=QUANTISED)
