@@ -81,7 +81,6 @@ def serve(
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """Serve each trace with its aborts in `given` on one engine. `code` runs in the engine's process before."""
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environment or {})}
     fields = {
         "dtype": "float32",
         "num_gpu_blocks_override": blocks,

@@ -140,6 +140,7 @@ def _wrap_statistics() -> None:
     Not a plug-in of the group `vllm.stat_logger_plugins`: an `LLM` loads none, and any makes `vllm serve` gather
     statistics that --disable-log-stats has switched off, with or without kvcompile.
     """
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     init = StatLoggerManager.__init__
@@ -151,7 +152,16 @@ def _wrap_statistics() -> None:
         init(self, vllm_config, *args, **kwargs)
         metrics.show(self, vllm_config)
 
-    StatLoggerManager.__init__ = wrapped
+    engine_init = LLMEngine.__init__
+
+    @functools.wraps(engine_init)
+    def wrapped_engine(self: LLMEngine, *args: Any, **kwargs: Any) -> None:
+        from kvcompile.integrations.vllm import metrics
+
+        engine_init(self, *args, **kwargs)
+        metrics.show_every_step(self)
+
+    StatLoggerManager.__init__, LLMEngine.__init__ = wrapped, wrapped_engine
 
 
 def _register_attention_backend() -> None:

@@ -4,7 +4,9 @@ Beside these names it relies on: `_preempt_request` being called before a victim
 from the end of `running` under FCFS, and further ones until blocks are enough; `handle_preemptions` being what a worker
 does first in a step, one without tokens too; `schedule` asking for what the host has of whoever has computed nothing,
 skipping whom it answers None, and computing nothing of a request that it loads for until `finished_recving_kv_req_ids`
-has it; and a request there that is in `failed_recving_kv_req_ids`, without computed tokens, being freed and begun anew.
+has it; a request there that is in `failed_recving_kv_req_ids`, without computed tokens, being freed and begun anew;
+`_free_request` being told to delay only where a request ends that is being loaded; and `reset_prefix_cache` asking the
+cache manager once those that run have given up their blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from kvcompile.integrations.vllm.compat import names_of
 
 _OF_SCHEDULER = (
     *("schedule", "update_from_output", "reset_prefix_cache", "has_finished_requests"),
-    *("_build_kv_connector_meta", "_preempt_request", "_free_blocks"),
+    *("_build_kv_connector_meta", "_preempt_request", "_free_request"),
     *("connector", "kv_cache_manager", "requests", "running", "waiting", "skipped_waiting", "policy", "block_size"),
     *("max_num_scheduled_tokens", "_inflight_prefills", "finished_recving_kv_req_ids", "failed_recving_kv_req_ids"),
 )
-_OF_CACHE_MANAGER = ("get_computed_blocks", "get_blocks", "free", "coordinator", "block_pool", "enable_caching")
+_OF_CACHE_MANAGER = (
+    *("get_computed_blocks", "get_blocks", "free", "coordinator", "block_pool", "enable_caching"),
+    "reset_prefix_cache",
+)
 _OF_BLOCK_MANAGER = (
     *("get_num_skipped_tokens", "get_num_blocks_to_allocate", "allocate_new_computed_blocks", "req_to_blocks"),
 )

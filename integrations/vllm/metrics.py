@@ -109,12 +109,11 @@ class Tally:
 
 
 def send(tally: Tally, outputs: Iterable[Any]) -> None:
-    """Put it into the statistics among a step's EngineCoreOutputs.
-
-    Into those that come with tokens only: an `LLM` looks at no others. What was counted until then waits.
+    """Put it into the statistics among a step's EngineCoreOutputs, of a step without tokens too: after the last one an
+    answer of a worker may come that nobody would hear of until the next request.
     """
     for each in outputs:
-        if each.scheduler_stats is not None and each.outputs and (taken := tally.take()):
+        if each.scheduler_stats is not None and (taken := tally.take()):
             each.scheduler_stats.kv_connector_stats = {**(each.scheduler_stats.kv_connector_stats or {}), KEY: taken}
 
 
@@ -169,4 +168,19 @@ def show(manager: Any, config: VllmConfig) -> None:
             shown.add(taken, engine_idx or 0)
         record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
-    manager.record = recorded
+    manager.record, manager.kvcompile_shown = recorded, shown
+
+
+def show_every_step(engine: Any) -> None:
+    """Of an LLMEngine just made: its loggers are told of steps with tokens only, its output processor of all."""
+    shown: Shown | None = getattr(engine.logger_manager, "kvcompile_shown", None)
+    if shown is None:
+        return
+    update = engine.output_processor.update_scheduler_stats
+
+    def updated(scheduler_stats: Any) -> None:
+        if taken := receive(scheduler_stats):
+            shown.add(taken, 0)
+        update(scheduler_stats)
+
+    engine.output_processor.update_scheduler_stats = updated

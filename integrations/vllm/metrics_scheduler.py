@@ -16,7 +16,11 @@ class Counting(Scheduler):
         super().__init__(*args, **kwargs)
         self.tally = metrics.Tally(counting=self.log_stats)
 
+    def count(self) -> None:
+        """Add to the tally what was counted elsewhere: a step has ended, and workers have been heard."""
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.count()
         metrics.send(self.tally, outputs.values())
         return outputs

@@ -127,7 +127,7 @@ class OffloadControl:
         freed = sum(map(self._end_store, self.transfers.stores_ended(word)))
         good, bad = [], []
         for load in self.transfers.loads_ended(word):
-            if load.overdue:  # its request has gone on without it
+            if load.aside:  # its request has gone on without it
                 freed += self.transfers.give_back(load)
             else:
                 (good if self._end_load(load) else bad).append(load)
@@ -146,7 +146,7 @@ class OffloadControl:
         """Whether its request can go on from it."""
         request_id = load.request.request_id
         life = self.books.life(request_id)
-        if load.void or load.request.is_finished() or (load.prefix_hits is None and life is None):
+        if load.void:
             return False
         if load.answer.why_not:
             self._say_why(load.answer.why_not)
@@ -175,7 +175,7 @@ class OffloadControl:
         for load in late:
             if life := self.books.life(load.request.request_id):
                 self.give_up(load.request.request_id, Reason.NO_ANSWER, self._pages(life))
-            elif load.prefix_hits is not None and not load.request.is_finished():
+            elif not load.void:
                 self._fell_back(Reason.NO_ANSWER)
         return late
 
@@ -188,14 +188,19 @@ class OffloadControl:
             self.prefix.ended(blocks)
 
     def forget_all(self) -> None:
-        """What was computed is not valid any more (other weights): no copy may be loaded, no block stays pinned."""
+        """What was computed is not valid any more (other weights): no copy is used, nor what is being loaded.
+
+        Blocks are held until what copies them has ended, as ever.
+        """
         for request_id in self.books.known():
             if life := self.books.life(request_id):
                 self.give_up(request_id, Reason.RESET, self._pages(life))
             self.books.drop(request_id)
         self.books.drop_prefixes()
         self.prefix.forget()
-        self.transfers.forget_all()
+        for load in self.transfers.void():
+            if load.prefix_hits is not None:  # of a restore that has just been counted
+                self._fell_back(Reason.RESET)
 
     def pins(self) -> Iterable[int]:
         """Ids of the blocks that copies hold, once for each time: for tests."""

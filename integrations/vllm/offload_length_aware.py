@@ -9,13 +9,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kvcompile.integrations.vllm.length_aware import LengthAware
 from kvcompile.integrations.vllm.offload_scheduler import Offloading
-from kvcompile.integrations.vllm.scheduler import _LengthAware
 from kvcompile.offload.books import Life
 from kvcompile.schedule.victims import Stake, keep_order
 
 
-class OffloadingLengthAware(Offloading, _LengthAware):
+class OffloadingLengthAware(Offloading, LengthAware):
     """Stands before a length-aware scheduler's class in the method resolution order."""
 
     orders_victims = True
@@ -41,5 +41,5 @@ class OffloadingLengthAware(Offloading, _LengthAware):
 
 def offloading(kind: type[Scheduler]) -> type[Scheduler]:
     """A scheduler class, and its requests saved when they are preempted."""
-    mixin = OffloadingLengthAware if issubclass(kind, _LengthAware) else Offloading
+    mixin = OffloadingLengthAware if issubclass(kind, LengthAware) else Offloading
     return type(f"Offloading{kind.__name__}", (mixin, kind), {})

@@ -71,6 +71,11 @@ class RestoringCacheManager(KVCacheManager):
         single.plans.pop(request.request_id, None)
         return found
 
+    def reset_prefix_cache(self) -> bool:
+        """Blocks that only copies hold are no reason not to: what is being copied is not used any more."""
+        with self.offload.transfers.lent():
+            return super().reset_prefix_cache()
+
 
 def install(manager: KVCacheManager, offload: OffloadControl) -> None:
     """Raises UsageError for a cache that a host copy cannot be made of."""

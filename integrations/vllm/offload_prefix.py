@@ -31,11 +31,12 @@ class _Run(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A page of a request that has ended. keys: of that request's pages, in order."""
+    """A page of a request that has ended. keys: of that request's pages, in order. last: of those to be copied."""
 
     block: KVCacheBlock
     page: int
     keys: list[bytes]
+    last: bool
 
 
 class HostPrefix:
@@ -76,27 +77,32 @@ class HostPrefix:
         No more than the host has slots: its own first pages would make room for the last.
         """
         keys: list[bytes] = []
+        new: dict[bytes, tuple[KVCacheBlock, int]] = {}
         for page, block in enumerate(blocks[: self._books.pool.slots]):
             if (key := key_of(block)) is None:
                 continue
             keys.append(key)
             if key not in self._books.prefixes:
-                self._ended[key] = _Ended(block, page, keys)
+                new[key] = block, page
+        last = next(reversed(new), None)
+        for key, (block, page) in new.items():
+            self._ended[key] = _Ended(block, page, keys, key == last)
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
 
     def copy_ended(self, most_pages: int) -> None:
         """Copy as much of it, at most, as is still on the device and in nobody's hands."""
         while self._ended and most_pages > 0:
-            key, (block, page, keys) = self._ended.popitem(last=False)
+            key, (block, page, keys, last) = self._ended.popitem(last=False)
             # Whoever holds the block may be computing it in this very step.
             if not block.ref_cnt and key_of(block) == key and key not in self._books.prefixes:
                 copy = self._books.keep(page, key)
                 if copy is None:
+                    self._books.prefixes.used(keys)
                     return
                 self._transfers.store(copy, block)
                 most_pages -= 1
-            if key == keys[-1]:
+            if last:
                 # The first pages were copied first, and are good without the last ones: those go before them.
                 self._books.prefixes.used(keys)
 

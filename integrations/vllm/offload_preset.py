@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from kvcompile import host_memory
 from kvcompile.config import OffloadConfig, Resolved, UsageError, resolve
-from kvcompile.integrations.vllm import checks, compat_offload
+from kvcompile.integrations.vllm import checks_memory, compat_offload
 from kvcompile.integrations.vllm.active import OFFLOAD_CONNECTOR, OFFLOADING_SCHEDULER, offloads
 from kvcompile.presets import NAME
 
@@ -109,7 +109,7 @@ def let_scheduler_offload(config: VllmConfig, options: OffloadConfig) -> None:
         return
     if config.scheduler_config.scheduler_cls is None:
         config.scheduler_config.scheduler_cls = OFFLOADING_SCHEDULER
-    page = checks.request_bytes(config, 1)
+    page = checks_memory.request_bytes(config, 1)
     if options.cpu_bytes_to_use < page:
         raise UsageError(
             f"offload.cpu_bytes_to_use is {options.cpu_bytes_to_use}, and one block of this model takes {page} bytes; "

@@ -6,6 +6,8 @@ _build_kv_connector_meta() when few blocks are free: copies ahead of need, of pa
 schedule()                 the victim is one that gives a block at once, if there is one: else vLLM would take a second;
                            who is back and keeps the only one that could run from its blocks gives them up again
 update_from_output()       requests whose pages did not come back are computed again
+_free_request()            who ends while it is loaded is gone at once; its blocks are set aside until they have come
+reset_prefix_cache()       with it go all copies; what is being loaded is not used, and blocks under way are set aside
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Offloading(Counting):
         """Whether preempting it frees one in the same step: a block that has no copy yet is held until it has one."""
         blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         pages = self.offload.books.copied_pages(request.request_id)
-        return any(blocks[page].ref_cnt == 1 for page in pages)
+        return any(blocks[page].ref_cnt == 1 for page in reversed(pages))  # what requests share are their first pages
 
     def schedule(self) -> SchedulerOutput:
         for load in self.offload.overdue():
@@ -115,21 +117,17 @@ class Offloading(Counting):
     def _back_up(self, but_for: set[str]) -> None:
         if self.offload.why_off:
             return
-        books, config = self.offload.books, self._offload_config
-        lives: dict[str, Life] = {}
-        for request_id, page in backup.plan(
-            self._candidates(but_for, lives), books, config.max_scan_reqs, self._backup_pages
-        ):
-            books.reshape(request_id, lives[request_id].shape)
+        books, most_requests = self.offload.books, self._offload_config.max_scan_reqs
+        for request_id, page in backup.plan(self._candidates(but_for), books, most_requests, self._backup_pages):
             blocks = self.kv_cache_manager.get_blocks(request_id).blocks[0]
             self.offload.back_up(request_id, page, blocks[page])
 
-    def _candidates(self, but_for: set[str], lives: dict[str, Life]) -> Iterator[Candidate]:
-        """The likeliest victims first; notes in `lives` what they hold."""
+    def _candidates(self, but_for: set[str]) -> Iterator[Candidate]:
+        """The likeliest victims first."""
         for request in self.likely_victims():
             life = self._life(request)
             if isinstance(life, Life) and request.request_id not in but_for:
-                lives[request.request_id] = life
+                self.offload.books.reshape(request.request_id, life.shape)  # what is copied of another counts no more
                 yield Candidate(request.request_id, range(life.first, life.tokens // self.block_size))
 
     def _life(self, request: Request) -> Life | Reason:
@@ -162,8 +160,11 @@ class Offloading(Counting):
         else:
             self.offload.give_up(request.request_id, life, sum(not block.is_null for block in blocks))
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+    def count(self) -> None:
+        super().count()
         self._sent.to(self.tally)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         self.offload.transfers.step_ended()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         failed, self.connector.failed = self.connector.failed, []
@@ -183,20 +184,33 @@ class Offloading(Counting):
 
     def _go_on_without(self, load: Load) -> None:
         """Its blocks are set aside."""
-        request = load.request
-        if request.is_finished():  # vLLM keeps it until its blocks have come
-            self._free_blocks(request)
-        else:
-            self.finished_recving_kv_req_ids.add(request.request_id)
-            self._compute_again(request)
+        self.finished_recving_kv_req_ids.add(load.request.request_id)
+        self._compute_again(load.request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        # vLLM would have it wait for its load, and another of the same id would then end the engine.
+        if delay_free_blocks:
+            for load in self.offload.transfers.loads.values():
+                if load.request is request:
+                    self.offload.transfers.set_aside(load)
+        return super()._free_request(request)
 
     def has_finished_requests(self) -> bool:
         # An answer that frees blocks comes with a step only.
         return super().has_finished_requests() or self.offload.transfers.waiting
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        """Nothing on the host is used any more, whether or not the device's cache can be reset.
+
+        With reset_running_requests it always can: vLLM raises RuntimeError where a request is being loaded, here it is
+        computed again at once, and blocks that copies still read or write stay out of the pool until they have ended.
+        Without, it is False as long as any request holds blocks, one that is being loaded too: that is computed again.
+        """
         self.offload.forget_all()
         if reset_running_requests:
+            for load in list(self.offload.transfers.loads.values()):
+                if self.offload.transfers.set_aside(load):
+                    self._go_on_without(load)
             for request in (*self.waiting, *self.skipped_waiting):
                 if self._is_back(request):  # what it holds is not valid any more
                     self._give_back(request)

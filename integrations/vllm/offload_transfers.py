@@ -1,15 +1,18 @@
 """Copies under way: which blocks they hold, what workers are told to do, and what they have said.
 
 Blocks are pinned (held once more) while a copy reads them, and freed when all ranks have answered: a copy is made if
-every rank says so, and is not if one says why not. No answer of some rank for too long (`DEADLINE_S` and
-`DEADLINE_OUTPUTS`): a block that was only read is freed, and its slot set aside; one that a load may still write to is
-set aside, its request computed again, and nothing is copied any more until the last rank has spoken.
+every rank says so, and is not if one says why not. Blocks of a load are its request's; where that goes on without them
+(it has been aborted, or computed again since a reset) they are set aside: held here until all ranks have answered, as
+one may still write to them. No answer of some rank for too long (`DEADLINE_S` and `DEADLINE_OUTPUTS`): a block that was
+only read is freed, and its slot set aside; those of a load are set aside, and nothing is copied any more until the last
+rank has spoken.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,8 +44,8 @@ class Store:
 @dataclass
 class Load:
     """For one request. blocks: those that are written to. prefix_hits: tokens that the device had of a request that
-    begins; None: it is a restore. overdue: the blocks are set aside, the request goes on without. void: what is loaded
-    is not valid any more.
+    begins; None: it is a restore. aside: its blocks are, and the request has nothing to do with it any more. overdue:
+    nobody has answered for too long; aside, too. void: what is loaded is not valid any more.
     """
 
     request: Any
@@ -51,6 +54,7 @@ class Load:
     since: _Since
     prefix_hits: int | None = None
     answer: Answer = field(default_factory=lambda: Answer(0))
+    aside: bool = False
     overdue: bool = False
     void: bool = False
 
@@ -133,11 +137,37 @@ class Transfers:
         return 1
 
     def give_back(self, load: Load) -> int:
-        """Blocks of an overdue load, which nobody writes to any more."""
+        """Blocks that were set aside, which nobody writes to any more. How many."""
         self._device.free_blocks(reversed(load.blocks))
         return len(load.blocks)
 
-    # ---- what is not heard
+    # ---- what is not waited for
+
+    def set_aside(self, load: Load) -> bool:
+        """Its request goes on without it, and gives up its table next. Whether that is new."""
+        if load.aside:
+            return False
+        load.aside = True
+        self._device.touch(load.blocks)
+        return True
+
+    def void(self) -> list[Load]:
+        """What is being loaded is not valid any more: those of which that is new, and whose requests wait for them."""
+        found = [load for load in self.loads.values() if not (load.void or load.aside)]
+        for load in found:
+            load.void = True
+        return found
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """For a moment in which nobody takes blocks, those that are held here are as free as if nothing was copied."""
+        blocks = self.blocks(self.pins())
+        for block in blocks:  # one may be held twice
+            self._device.free_blocks([block])
+        try:
+            yield
+        finally:
+            self._device.touch(blocks)
 
     def _now(self) -> _Since:
         return _Since(self.clock(), self._outputs)
@@ -155,13 +185,12 @@ class Transfers:
         return late
 
     def loads_overdue(self) -> list[Load]:
-        """The same of loads; their blocks are set aside."""
+        """The same of loads whose requests waited for them; their blocks are set aside."""
         late = [load for load in self.loads.values() if not load.overdue and self._is_overdue(load.since)]
         for load in late:
             load.overdue = True
-            self._device.touch(load.blocks)
         self._overdue += len(late)
-        return late
+        return [load for load in late if self.set_aside(load)]
 
     @property
     def late(self) -> bool:
@@ -173,17 +202,10 @@ class Transfers:
         """Whether an answer is waited for that frees blocks."""
         return any(s.pinned for s in self.stores.values()) or any(not load.overdue for load in self.loads.values())
 
-    def forget_all(self) -> None:
-        """What is being copied is not valid any more; no block stays pinned."""
-        for store in self.stores.values():
-            self.unpin(store)
-        for load in self.loads.values():
-            load.void = True
-
     def pins(self) -> Iterable[int]:
-        """Ids of the blocks that are held here, once for each time: for tests."""
+        """Ids of the blocks that are held here, once for each time."""
         yield from (store.block.block_id for store in self.stores.values() if store.pinned)
-        yield from (block.block_id for load in self.loads.values() if load.overdue for block in load.blocks)
+        yield from (block.block_id for load in self.loads.values() if load.aside for block in load.blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless everything that is being copied is known here."""

@@ -26,7 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kvcompile.config import UsageError
-from kvcompile.integrations.vllm import checks, preset, report
+from kvcompile.integrations.vllm import checks_memory, preset, report
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
 from kvcompile.model_path import refuse_missing_checkpoint
 from kvcompile.passes.pipeline import Observer, PassError, observed_by
@@ -127,7 +127,7 @@ def _config(args: argparse.Namespace) -> VllmConfig:
     except ValueError as error:
         raise UsageError(f"model {args.model}: vLLM refused: {' '.join(str(error).split())}") from error
     # A size that the user has not given is not judged: neither a request of the full length nor the host need have it.
-    with patch.object(checks, "refuse_too_little_memory", lambda config: None) if sized_by_us else nullcontext():
+    with patch.object(checks_memory, "refuse_too_little_memory", lambda config: None) if sized_by_us else nullcontext():
         # Some defaults depend on who asks: those of the server.
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from kvcompile.offload.books import Books
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request that may be preempted soon. pages: those that are full and will not change."""
+    """A request that may be preempted soon, whose shape books know. pages: those that are full and will not change."""
 
     request_id: str
     pages: range
@@ -30,9 +31,6 @@ def plan(candidates: Iterable[Candidate], books: Books, most_requests: int, most
         if books.copied(candidate.request_id) >= len(candidate.pages):
             continue
         most_requests -= 1
-        uncopied = (page for page in candidate.pages if not books.has_copy(candidate.request_id, page))
-        for page in uncopied:
-            if len(chosen) >= most_pages:
-                break
-            chosen.append((candidate.request_id, page))
+        uncopied = books.uncopied_pages(candidate.request_id, candidate.pages)
+        chosen += ((candidate.request_id, page) for page in islice(uncopied, most_pages - len(chosen)))
     return chosen

@@ -11,12 +11,13 @@ do without. Never from other preempted requests: the one that finds no room is t
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvcompile.offload.host_pool import Copy, HostPool, State
 from kvcompile.offload.prefixes import Prefixes
+from kvcompile.offload.uncopied import Uncopied
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Books:
         self.pool, self.block_size, self.prefixes = pool, block_size, Prefixes()
         self._copies: dict[str, dict[int, Copy]] = {}
         self._shapes: dict[str, Any] = {}
+        self._uncopied: dict[str, Uncopied] = {}
         self._lives: dict[str, Life] = {}
 
     def life(self, request_id: str) -> Life | None:
@@ -59,8 +61,13 @@ class Books:
         """How many pages of a request have a copy, or will when it is written."""
         return len(self._copies.get(request_id, ()))
 
-    def copied_pages(self, request_id: str) -> Collection[int]:
+    def copied_pages(self, request_id: str) -> KeysView[int]:
+        """Those, as they were copied: the first pages first."""
         return self._copies.get(request_id, {}).keys()
+
+    def uncopied_pages(self, request_id: str, among: range) -> Iterator[int]:
+        """The others of these, in order. Of a request whose shape is known."""
+        return self._uncopied[request_id].pages(among, self._copies.get(request_id, ()))
 
     def has_copy(self, request_id: str, page: int) -> bool:
         return page in self._copies.get(request_id, ())
@@ -75,6 +82,7 @@ class Books:
         if request_id in self._copies and self._shapes[request_id] != shape:
             self.drop(request_id)
         self._shapes[request_id] = shape
+        self._uncopied.setdefault(request_id, Uncopied())
 
     # ---- copies that are made
 
@@ -126,7 +134,9 @@ class Books:
             self.finish(request_id)
             return None
         self._lives[request_id] = life
-        return [copy for page in missing if (copy := self._copy(request_id, page, ends[page], of_full.get(page)))]
+        copies = [copy for page in missing if (copy := self._copy(request_id, page, ends[page], of_full.get(page)))]
+        self._uncopied[request_id].reached(life.tokens // size)
+        return copies
 
     def _make_room(self, slots: int, request_id: str) -> bool:
         if slots <= self.pool.free:
@@ -164,6 +174,7 @@ class Books:
             del copies[copy.page]
             if not copies:
                 del self._copies[copy.owner]
+            self._uncopied[copy.owner].lost(copy.page)
         self.pool.release(copy)
 
     def distrust(self, copies: Sequence[Copy]) -> None:
@@ -199,9 +210,7 @@ class Books:
 
     def finish(self, request_id: str, keys: Sequence[Hashable] = ()) -> None:
         """It has ended: what others can use of it is kept."""
-        self._lives.pop(request_id, None)
-        self._shapes.pop(request_id, None)
-        for page, copy in sorted(self._copies.pop(request_id, {}).items(), reverse=True):  # the last are used least
+        for page, copy in sorted(self._end(request_id).items(), reverse=True):  # the last are used least
             copy.owner = None
             if copy.key is None and page < len(keys) and copy.end == (page + 1) * self.block_size:
                 copy.key = keys[page]
@@ -210,11 +219,15 @@ class Books:
 
     def drop(self, request_id: str) -> None:
         """It is computed again, and nothing of it is kept."""
-        self._lives.pop(request_id, None)
-        self._shapes.pop(request_id, None)
-        for copy in self._copies.pop(request_id, {}).values():
+        for copy in self._end(request_id).values():
             self.prefixes.hide(copy)
             self.pool.release(copy)
+
+    def _end(self, request_id: str) -> dict[int, Copy]:
+        """Forget the request. The copies that it had."""
+        for of_request in (self._lives, self._shapes, self._uncopied):
+            of_request.pop(request_id, None)
+        return self._copies.pop(request_id, {})
 
     def drop_prefixes(self) -> None:
         """Of all that have ended."""
@@ -238,6 +251,7 @@ class Books:
             assert request_id in self._shapes, f"{request_id} has copies of pages of no shape"
             wrong = [c for page, c in copies.items() if (c.owner, c.page) != (request_id, page)]
             assert not wrong, f"{request_id} has copies of others: {wrong}"
+        assert self._shapes.keys() == self._uncopied.keys(), "copies are missing of requests of which nothing is known"
         for request_id, life in self._lives.items():
             extra = set(self._copies.get(request_id, ())) - set(life.pages(self.block_size))
             assert not extra, f"{request_id} has copies of pages {extra} that it does not have"

@@ -1,9 +1,9 @@
 """Copies that are found by what they hold: the host as a second level of the prefix cache.
 
 A copy has a key if its page is full and was never rewritten: the hash by which vLLM's own prefix cache would find it,
-of all tokens up to its end (and of the adapter and salt). Any copy with a key can be found. Those of requests that have
-ended are kept as long as nobody needs their slots, and given up in the order of their last use, of one request the last
-pages first: those in front of them are what they are good for.
+of all tokens up to its end (and of the adapter and salt). Of all copies with a key one can be found. Those of requests
+that have ended are kept as long as nobody needs their slots, and given up in the order of their last use, of one
+request the last pages first: those in front of them are what they are good for.
 """
 
 from __future__ import annotations

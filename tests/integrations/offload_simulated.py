@@ -85,7 +85,10 @@ class Rank:
 
 
 class SimulatedWorker:
-    """Executes what a scheduler says, in order, and checks what it would read. refuses(rng): to prune a request."""
+    """Executes what a scheduler says, in order, and checks what it would read. refuses(rng): to prune a request.
+
+    weights: changes with every reset of the prefix cache, and with it what is computed: nothing of before may be read.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class SimulatedWorker:
         self.refuses, self._rng = refuses, random.Random(1)
         pool_bytes = scheduler.offload.books.pool.slots * PAGE_BYTES
         self.ranks = [Rank(blocks, pool_bytes, functools.partial(make, rank)) for rank in range(ranks)]
-        self.reads = 0
+        self.reads = self.weights = 0
         self._observed: Counter[Any] = Counter()  # of a plan: tokens whose queries were there to score by
         self.shown: Counter[str] = Counter()  # what the scheduler has sent to be shown among vLLM's metrics
 
@@ -144,7 +147,7 @@ class SimulatedWorker:
         assert block not in copies.written, "a block is written while it is loaded"
         if copies.read[block]:  # nobody waits any more for a copy that has taken too long, and it is never used
             late = [each for each in self.scheduler.offload.transfers.stores.values() if each.block.block_id == block]
-            assert late and all(each.overdue for each in late), "a block is written while it is stored"
+            assert late and not any(each.pinned for each in late), "a block is written while it is stored"
 
     def _check(self, request: Any, computed: int, table: list[int]) -> None:
         null = next((i for i, block in enumerate(table) if block), len(table))
@@ -161,13 +164,12 @@ class SimulatedWorker:
             assert found == [wanted] * len(found), f"{request.request_id} reads {found} at {position}, not {wanted}"
             self.reads += 1
 
-    @staticmethod
-    def _computed(request: Any, position: int) -> Any:
+    def _computed(self, request: Any, position: int) -> Any:
         """Depends on all tokens up to here; generated ones are all alike."""
         prompt = request.prompt_token_ids
         if position < len(prompt):
-            return hash(tuple(prompt[: position + 1]))
-        return hash(tuple(prompt)), position
+            return self.weights, hash(tuple(prompt[: position + 1]))
+        return self.weights, hash(tuple(prompt)), position
 
 
 def simulate(
@@ -211,7 +213,7 @@ def simulate(
         return SimulatedCopies(device, slots, late, fails, seed=rank)
 
     worker = SimulatedWorker(scheduler, blocks, copies, refuses, ranks)
-    schedule, update = scheduler.schedule, scheduler.update_from_output
+    schedule, update, reset = scheduler.schedule, scheduler.update_from_output, scheduler.reset_prefix_cache
     said: dict[int, Any] = {}
     before: list[Word | None] = [None] * ranks
 
@@ -237,7 +239,12 @@ def simulate(
                 worker.shown.update({f"{name} {label}".strip(): amount for label, amount in by.items()})
         return outputs
 
-    scheduler.schedule, scheduler.update_from_output = scheduled, told
+    def forgotten(*args: Any, **kwargs: Any) -> bool:
+        done = reset(*args, **kwargs)
+        worker.weights += done
+        return done
+
+    scheduler.schedule, scheduler.update_from_output, scheduler.reset_prefix_cache = scheduled, told, forgotten
 
     def checked(run: replay.Replay) -> None:
         check_integrity(scheduler)

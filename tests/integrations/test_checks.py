@@ -15,7 +15,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from kvcompile.config import UsageError
-from kvcompile.integrations.vllm import checks
+from kvcompile.integrations.vllm import checks, checks_memory
 from kvcompile.ops import nvrtc
 
 GIB = 1 << 30
@@ -43,7 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_device_total_memory=lambda: it.total,
         get_device_capability=lambda: it.capability,
     )
-    monkeypatch.setattr(checks, "current_platform", platform)
+    for module in (checks, checks_memory):
+        monkeypatch.setattr(module, "current_platform", platform)
     return it
 
 
@@ -69,13 +70,13 @@ def test_the_bytes_of_a_request_are_those_of_vllms_own_pages(
         block_size=BLOCK, num_kv_heads=heads, head_size=changes.get("head_dim", 64), dtype=dtype, kv_quant_mode=mode
     ).page_size_bytes
     assert config.cache_config.block_size == BLOCK
-    assert checks.request_bytes(config, tokens) == layers * page * math.ceil(tokens / BLOCK)
+    assert checks_memory.request_bytes(config, tokens) == layers * page * math.ceil(tokens / BLOCK)
 
 
 def test_the_bytes_of_a_request_in_numbers(build):
-    assert checks.request_bytes(build(), 256) == 256 * 2 * 2 * 68 == 69_632
-    assert checks.request_bytes(build(kv_cache_dtype="bfloat16"), 256) == 256 * 2 * 2 * 128 == 131_072
-    assert checks.request_bytes(build(kv_cache_dtype="auto", block_size=16), 17) == 32 * 2 * 2 * 68
+    assert checks_memory.request_bytes(build(), 256) == 256 * 2 * 2 * 68 == 69_632
+    assert checks_memory.request_bytes(build(kv_cache_dtype="bfloat16"), 256) == 256 * 2 * 2 * 128 == 131_072
+    assert checks_memory.request_bytes(build(kv_cache_dtype="auto", block_size=16), 17) == 32 * 2 * 2 * 68
 
 
 # --- memory: given in bytes -----------------------------------------------------------------------------------------

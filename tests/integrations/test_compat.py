@@ -20,6 +20,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
 
 from kvcompile.config import UsageError
 from kvcompile.integrations.vllm import compat
@@ -34,6 +36,8 @@ HOOKS = {
     "create_engine_config": lambda: EngineArgs.create_engine_config,
     "get_attn_backend_cls": lambda: CpuPlatform.get_attn_backend_cls.__func__,
     "check_and_update_config": lambda: CpuPlatform.check_and_update_config.__func__,
+    "LLMEngine": lambda: LLMEngine.__init__,
+    "StatLoggerManager": lambda: StatLoggerManager.__init__,
 }
 
 

@@ -106,15 +106,43 @@ def test_the_statistics_of_a_kv_connector_travel_beside_it() -> None:
     assert step.scheduler_stats.kv_connector_stats == theirs
 
 
-def test_counts_wait_for_a_step_with_tokens_and_statistics() -> None:
-    # vLLM's LLM looks at the statistics of no other step.
+def test_counts_wait_for_a_step_with_statistics_and_for_no_tokens() -> None:
+    """Copies to the host may end after the last token of all."""
     tally = Tally()
     tally.add(PRUNED_TOKENS, 5, "inline")
     without, none = outputs(0), outputs()
     none.scheduler_stats = None
-    metrics.send(tally, [without, none])
-    assert without.scheduler_stats.kv_connector_stats is None
-    assert metrics.receive(carried(tally))["counts"] == {"pruned_tokens": {"inline": 5}}
+    metrics.send(tally, [none])
+    metrics.send(tally, [none, without])
+    assert metrics.receive(without.scheduler_stats)["counts"] == {"pruned_tokens": {"inline": 5}}
+    assert tally.take() is None
+
+
+def test_an_engine_whose_loggers_hear_of_no_step_without_tokens_shows_what_comes_with_one(config: Any) -> None:
+    """As vLLM's LLM, which hands every step's statistics to its output processor."""
+    heard = []
+    engine = SimpleNamespace(
+        logger_manager=StatLoggerManager(config, enable_default_loggers=False),
+        output_processor=SimpleNamespace(update_scheduler_stats=heard.append),
+    )
+    metrics.show_every_step(engine)
+    for tokens in (0, 2):
+        tally, step = Tally(), outputs(tokens)
+        tally.add(PRUNED_TOKENS, 5, "inline")
+        metrics.send(tally, [step])
+        engine.output_processor.update_scheduler_stats(step.scheduler_stats)
+        if step.outputs:
+            engine.logger_manager.record(scheduler_stats=step.scheduler_stats, iteration_stats=None)
+    engine.output_processor.update_scheduler_stats(None)
+    assert shown()["pruned_tokens", "0", "inline"].value == 10
+    assert heard == [SchedulerStats(num_running_reqs=3)] * 2 + [None]
+
+
+@pytest.mark.parametrize("manager", [None, SimpleNamespace()], ids=["no statistics", "nothing of ours"])
+def test_an_engine_with_none_of_our_metrics_is_left_as_it_is(manager: Any) -> None:
+    engine = SimpleNamespace(logger_manager=manager)
+    metrics.show_every_step(engine)
+    assert vars(engine) == {"logger_manager": manager}
 
 
 def test_every_metric_is_shown_from_the_start_with_vllm_s_own_labels(config: Any) -> None:

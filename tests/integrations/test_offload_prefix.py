@@ -209,6 +209,25 @@ def test_of_what_is_copied_after_its_end_too_the_last_pages_go_first() -> None:
     assert _copied(prefix, transfers) == [2, 1, 0]
 
 
+def test_the_first_pages_go_last_where_the_end_of_a_request_was_on_the_host_before_too() -> None:
+    prefix, transfers, pool = _parts()
+    prefix._books.stored(prefix._books.keep(2, b"2"), well=True)
+    blocks = _hashed(pool, 3)
+    prefix.ended(blocks)
+    pool.free_blocks(reversed(blocks))
+    assert _copied(prefix, transfers) == [2, 1, 0]
+
+
+def test_the_first_pages_go_last_where_the_host_has_no_slot_for_the_end_of_a_request_too() -> None:
+    prefix, transfers, pool = _parts()
+    prefix._books.preempt("another", Life(tokens=32, first=0))
+    blocks = _hashed(pool, 3)
+    prefix.ended(blocks)
+    pool.free_blocks(reversed(blocks))
+    prefix.copy_ended(9)
+    assert [copy.page for copy in prefix._books.prefixes.kept()] == [1, 0]
+
+
 def test_of_a_request_longer_than_the_host_has_slots_the_first_pages_are_kept() -> None:
     prefix, transfers, pool = _parts()
     blocks = _hashed(pool, 6)

@@ -30,7 +30,9 @@ def test_it_is_off_unless_it_is_asked_for_and_then_nothing_of_it_is_there(build)
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert "offload (offload.enabled=false)" in preset.startup_line(config).split("not active: ")[1]
     assert build(
-        additional_config={"kvcompile": {"strict": True, "passes": {"norm_quant": False, "swiglu_quant": False}}}
+        additional_config={
+            "kvcompile": {"strict": True, "passes": {"norm_quant": False, "swiglu_quant": False, "rotary": False}}
+        }
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcompile.integrations.vllm import metrics, offload_control, offload_transfers
+from kvcompile.integrations.vllm import offload_transfers
 from kvcompile.integrations.vllm.offload_messages import Word
 from kvcompile.integrations.vllm.replay import Replay
 from kvcompile.integrations.vllm.replay_outcome import Life
@@ -242,63 +242,6 @@ def test_who_is_preempted_was_the_likeliest_victim(order: str, policy: str) -> N
     _, run, _ = simulate(trace, BLOCKS, order=order, scheduling_policy=policy, after_step=note)
     assert_all_served(run)
     assert preempted > 10
-
-
-@BOTH
-@pytest.mark.parametrize("fails", [lambda rng: False, at_times], ids=["well", "failing"])
-def test_a_reset_of_the_prefix_cache_forgets_every_copy(
-    asynchronous: bool, fails: Callable[[random.Random], bool]
-) -> None:
-    """As after new weights: nothing that was computed before is used."""
-    steps, restored = 0, []
-
-    def reset(run: Replay) -> None:
-        nonlocal steps
-        steps += 1
-        scheduler = run.scheduler
-        waits = scheduler.finished_recving_kv_req_ids
-        if scheduler.offload.transfers.loads or not (steps % 50 == 0 or waits and len(restored) < 5):
-            return
-        restored.extend(waits)
-        assert scheduler.reset_prefix_cache(reset_running_requests=True)
-        assert not scheduler.offload.books.known()
-        pool = scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-    scheduler, run, _ = simulate(mixed(40), BLOCKS, asynchronous=asynchronous, fails=fails, after_step=reset)
-    assert_all_served(run)
-    assert steps > 200 and restored
-    assert scheduler.offload.counters.fallbacks[Reason.RESET]
-    assert_nothing_is_left(scheduler)
-
-
-def test_what_it_does_is_shown_among_vllms_metrics_and_each_reason_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = []
-    monkeypatch.setattr(offload_control.logger, "warning", lambda text, *given, **_: said.append((text, *given)))
-    scheduler, run, worker = simulate(mixed(40), BLOCKS, host_pages=20, fails=at_times, late=soon_or_later)
-    counters: Counters = scheduler.offload.counters
-    wanted = {
-        "offload_bytes to_host": counters.stored_bytes,
-        "offload_bytes from_host": counters.loaded_bytes,
-        "offload_hit_tokens device": counters.device_tokens,
-        "offload_hit_tokens host": counters.host_tokens,
-        "offload_prefix_hit_tokens device": counters.prefix_device_tokens,
-        "offload_prefix_hit_tokens host": counters.prefix_host_tokens,
-        "offload_restores": counters.restores,
-        "offload_lost_blocks": counters.lost_pages,
-        **{f"offload_fallbacks {reason.name.lower()}": n for reason, n in counters.fallbacks.items()},
-    }
-    # What has come since the last token is shown with the next one.
-    scheduler._sent.to(scheduler.tally)
-    for name, by in (scheduler.tally.take() or {"counts": {}})["counts"].items():
-        worker.shown.update({f"{name} {label}".strip(): amount for label, amount in by.items()})
-    assert len(counters.fallbacks) > 1
-    reasons = [given[0] for text, *given in said if text.startswith("a request is computed again")]
-    assert sorted(reasons) == sorted(reason.value for reason in counters.fallbacks)
-    assert worker.shown == {name: amount for name, amount in wanted.items() if amount}
-    assert {metric.name for metric in metrics.listed(scheduler.vllm_config)} == {name.split()[0] for name in wanted}
 
 
 def test_five_hundred_preemptions_leave_nothing_behind() -> None:

@@ -198,6 +198,9 @@ def test_books_and_pool_agree_whatever_happens(seed: int) -> None:
             if rng.random() < 0.2:
                 books.distrust(books.prefixes.run([(0, 1), (1, 1)]))
         books.check_integrity()
+        if name in books._shapes:
+            wanted = [page for page in range(9) if not books.has_copy(name, page)]
+            assert list(books.uncopied_pages(name, range(9))) == wanted
     for copy in writing:
         books.stored(copy, well=True)
     for copies in reading.values():
