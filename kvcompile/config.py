@@ -31,7 +31,7 @@ __all__ = [
     "to_dict",
 ]
 
-SMALLEST_BLOCK_TOKENS = 16
+BLOCK_TOKENS = (16, 32, 64, 128)  # that vLLM makes a KV block of, the fewest first
 MAX_TOKENS = 2**31 - 1  # vLLM keeps token counts in 32-bit integers
 
 
@@ -58,6 +58,12 @@ class LinearConfig(_Section):
 
     SECTION: ClassVar[str] = "linear"
     enabled: bool = option(True, doc="Run W4A8 linears (4-bit weights, 8-bit activations) for W4A8 checkpoints.")
+    lm_head_int8: str = option(
+        "auto",
+        choices=("auto", "always", "never"),
+        doc="Serve the head of a W4A8 model in int8, unless it is tied or the checkpoint says to leave it: auto does on "
+        "a CPU, and on a GPU where it is faster, with --max-num-seqs of at most 64.",
+    )
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class PassesConfig(_Section):
     SECTION: ClassVar[str] = "passes"
     norm_quant: bool = option(True, doc="Fuse RMSNorm with the activation quantisation that follows it.")
     swiglu_quant: bool = option(True, doc="Fuse SwiGLU with the activation quantisation that follows it.")
+    rotary: bool = option(True, doc="Compute the rotary embedding of query and key in one kernel.")
     attention_swap: bool = option(True, doc="Replace the attention operator by the int8-KV one.")
 
 
@@ -99,25 +106,29 @@ class PruneConfig(_Section):
         "prefixes are not cached; always uses no prefix hits and waits for such a step; never stores whole prompts.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.refuse_small_budget(SMALLEST_BLOCK_TOKENS)
-
     def least_budget(self, block_tokens: int) -> int:
         """Fewest tokens that may be kept with blocks of so many."""
         return self.sink_tokens + self.window_tokens + block_tokens
 
-    def refuse_small_budget(self, block_tokens: int) -> None:
-        """Raise UsageError if what decides how much is kept is below `least_budget`."""
+    def refuse_small_budget(self, block_tokens: int | None) -> None:
+        """Raise UsageError if what decides how much is kept is below `least_budget`.
+
+        block_tokens: None where it is not known; then only what every size of a block makes too small is refused.
+        """
         name = "min_tokens" if self.budget_tokens is None else "budget_tokens"
-        value, least = getattr(self, name), self.least_budget(block_tokens)
-        if value < least:
-            smaller = " or --block-size" if block_tokens > SMALLEST_BLOCK_TOKENS else ""
-            raise UsageError(
-                f"prune.{name} is {value}, less than prune.sink_tokens + prune.window_tokens + {block_tokens} = "
-                f"{least}: give prune.{name} at least {least}, or lower prune.window_tokens or prune.sink_tokens"
-                f"{smaller}"
-            )
+        value, least = getattr(self, name), self.least_budget(block_tokens or BLOCK_TOKENS[0])
+        if value >= least:
+            return
+        block, needed, smaller = str(block_tokens), f" = {least}", ""
+        if block_tokens is None:
+            each = (f"{self.least_budget(tokens)} with {tokens}" for tokens in BLOCK_TOKENS)
+            block, needed, least = "a block", f": {', '.join(each)} tokens a block", "that"
+        elif block_tokens > BLOCK_TOKENS[0]:
+            smaller = " or --block-size"
+        raise UsageError(
+            f"prune.{name} is {value}, less than prune.sink_tokens + prune.window_tokens + {block}{needed}: give "
+            f"prune.{name} at least {least}, or lower prune.window_tokens or prune.sink_tokens{smaller}"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,8 +213,8 @@ class Resolved:
         set_by_user = any(key.startswith(f"{section}.") for key in self.sources)
         return set_by_user and getattr(self.config, section).enabled
 
-    def refuse_small_budget(self, block_tokens: int) -> None:
-        """`PruneConfig.refuse_small_budget`, once the size of a block is known."""
+    def refuse_small_budget(self, block_tokens: int | None) -> None:
+        """`PruneConfig.refuse_small_budget`, naming where the values come from."""
         try:
             self.config.prune.refuse_small_budget(block_tokens)
         except UsageError as error:
@@ -216,6 +227,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     base: Mapping[str, Any] | None = None,
     overrides_source: str = FLAG_SOURCE,
+    judge_budget: bool = True,
 ) -> Resolved:
     """Read all sources and merge them, later wins: defaults, `base`, file, `environ`, `overrides`.
 
@@ -223,6 +235,8 @@ def resolve(
     where `overrides_source` says; both take nested or dotted keys. `environ` is the process environment when None.
     Raises UsageError, which names the source, for anything that is unknown, given twice, of the wrong type or out of
     range, and for an unreadable file.
+
+    judge_budget: False if the caller will know the size of a block, and calls `refuse_small_budget` then.
     """
     settings = merge(
         OPTIONS,
@@ -235,13 +249,12 @@ def resolve(
     for key, setting in settings.items():
         section, _, name = key.rpartition(".")
         values[section][name] = setting.value
-    try:
-        sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
-    except UsageError as error:
-        # Each value is valid alone; what is left are values that disagree, perhaps across sources.
-        raise _naming(error, {key: setting.source for key, setting in settings.items()}) from None
+    sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
+    config = KVCompileConfig(**sections, **values[""])
+    if judge_budget:  # each value is valid alone; what is left are values that disagree, perhaps across sources
+        Resolved(config, {key: setting.source for key, setting in settings.items()}).refuse_small_budget(None)
     named_by_user = {key: s.source for key, s in settings.items() if s.source != PRESET_SOURCE}
-    return Resolved(KVCompileConfig(**sections, **values[""]), named_by_user)
+    return Resolved(config, named_by_user)
 
 
 def _naming(error: UsageError, sources: Mapping[str, str]) -> UsageError:

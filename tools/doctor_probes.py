@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvcompile import host_memory
+from kvcompile.config_environment import wrong_variables
 from kvcompile.ops import nvrtc
 from kvcompile.tools import doctor_w4a8
 from kvcompile.tools.doctor_finding import Finding, Gpu
@@ -171,12 +172,16 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) ->
 
 
 def environment(environ: Mapping[str, str]) -> list[Finding]:
-    """Variables that change behaviour, by name; values of secrets are not shown."""
+    """Variables that change behaviour, by name; values of secrets are not shown. `cache_dir` judges its own."""
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    wrong = wrong_variables(environ)
     rows = []
-    for name in sorted(environ):
+    for name in sorted(environ.keys() - {"KVCOMPILE_CACHE_DIR"}):
         value = "(set; not shown)" if name.endswith(_SECRET_ENDINGS) else environ[name]
-        if name in switches and environ[name].lower() not in _FALSE:
+        if name in wrong:
+            remedy = f"correct it, or unset {name}: no server starts with it"
+            rows.append(Finding("Environment", name, "fail", wrong[name], remedy))
+        elif name in switches and environ[name].lower() not in _FALSE:
             remedy = f"unset {name}: with it nothing is compiled, and the FX passes never run"
             rows.append(Finding("Environment", name, "warn", value, remedy))
         elif name in switches or name.startswith(("VLLM_", "KVCOMPILE_")):

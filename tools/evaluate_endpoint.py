@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvcompile.config import UsageError
 from kvcompile.prune.plan import BUDGET, SWITCH
-from kvcompile.tools import http_json
+from kvcompile.tools import evaluate_state, http_json
+from kvcompile.tools.evaluate_state import Kept
 
 _NAMED = re.compile(r"(?:([\w. -]+)=)?(https?://[^/?#\s]+(?:/.*)?)")
 _PRUNED = "vllm:kvcompile_pruned_tokens_total"  # on /metrics of a server that prunes
@@ -147,6 +148,11 @@ def concurrency(args: argparse.Namespace) -> int:
 def limit(endpoints: Sequence[Endpoint]) -> int | None:
     """Tokens of prompt and answer that all of them take; None if none says."""
     return min((endpoint.limit for endpoint in endpoints if endpoint.limit is not None), default=None)
+
+
+def kept(args: argparse.Namespace, endpoints: Sequence[Endpoint]) -> Kept:
+    """What the same command has left of its answers, if these endpoints serve what they did. Raises UsageError."""
+    return evaluate_state.opened(args, served=[endpoint._replace(timeout_s=0) for endpoint in endpoints])
 
 
 def _connect(text: str, model: str | None, timeout_s: float) -> Endpoint:

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             Table(f"paired difference from {answering.against}; {title}", rows, "difference", cases_down=True)
         )
     drawn = [each for each in rows if each["case"].startswith(_ALL)]
-    evaluate_report.publish(args, name.lower(), rows, tables, Drawing(title, drawn, "score", before=""))
+    evaluate_report.publish(args, name.lower(), rows, tables, Drawing(title, drawn, "score", before=""), answering.kept)
     return 0
 
 

@@ -8,16 +8,20 @@ such a figure is about weights, not about the KV cache.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcompile.config import UsageError
-from kvcompile.tools import evaluate_endpoint, evaluate_report
+from kvcompile.tools import evaluate_endpoint, evaluate_report, evaluate_state
+from kvcompile.tools.evaluate_endpoint import Endpoint
 from kvcompile.tools.evaluate_report import Table
+from kvcompile.tools.evaluate_state import Kept
 from kvcompile.tools.evaluate_statistics import compared, row
 
+_TOGETHER = 32  # windows that go through a layer once it is loaded; an interrupted run goes on behind them
 SUMMARY = "perplexity on a text file: of a checkpoint, W4A8 or not, or of served models"
 
 
@@ -42,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < WINDOW:
         raise UsageError(f"--limit {args.limit}; allowed is {WINDOW} or more, a window")
     if args.endpoint:
-        values = _served(args)
+        values, kept = _served(args)
         of = "served models"
     else:
         evaluate_endpoint.refuse_without(args, ())
-        values = _stored(args)
+        values, kept = _stored(args)
         of = str(args.model)
     rows = _rows(args.text.name, values)
     count = min(map(len, values.values()))
@@ -54,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     tables = [Table(f"{metric}: {title}", rows, metric) for metric in ("perplexity", "nll")]
     if len(values) > 1:
         tables.append(Table(f"nll, paired difference from {next(iter(values))}: {title}", rows, "difference"))
-    evaluate_report.publish(args, "perplexity", rows, tables)
+    evaluate_report.publish(args, "perplexity", rows, tables, kept=kept)
     return 0
 
 
-def _stored(args: argparse.Namespace) -> dict[str, list[float]]:
+def _stored(args: argparse.Namespace) -> tuple[dict[str, list[float]], Kept]:
     """Nats per token of each window, by the system "W4A8" or "as stored"."""
-    from kvcompile.tools.quantize_perplexity import losses, tokens_of
+    from kvcompile.tools.quantize_perplexity import WINDOW, losses, tokens_of
     from kvcompile.tools.quantize_source import TensorFiles
 
     vocabulary = _vocabulary(args.model)
@@ -68,17 +72,26 @@ def _stored(args: argparse.Namespace) -> dict[str, list[float]]:
     if not files.names:
         raise UsageError(f"{args.model} has no .safetensors file; give the folder of a checkpoint")
     tokens = tokens_of(args.text, args.model, "TEXT", vocabulary, args.limit)
-    with torch.inference_mode():
-        nats = losses(args.model, files, tokens, lambda layers: None).double().mean(1)
-    if not nats.isfinite().all():
-        raise UsageError(
-            f"{args.model}: its loss on {args.text} is not finite; the checkpoint is damaged, get it again"
-        )
+
+    def nats(some: list[int]) -> list[float]:
+        with torch.inference_mode():
+            found = losses(args.model, files, some, lambda layers: None).double().mean(1)
+        if not found.isfinite().all():
+            raise UsageError(
+                f"{args.model}: its loss on {args.text} is not finite; the checkpoint is damaged, get it again"
+            )
+        return found.tolist()
+
+    kept, found = evaluate_state.opened(args), []
+    step = _TOGETHER * WINDOW
+    for begin in range(0, len(tokens) - WINDOW + 1, step):
+        some = tokens[begin : begin + step]
+        found += kept.of(some, partial(nats, some))
     system = "W4A8" if any(name.endswith(".qweight") for name in files.names) else "as stored"
-    return {system: nats.tolist()}
+    return {system: found}, kept
 
 
-def _served(args: argparse.Namespace) -> dict[str, list[float]]:
+def _served(args: argparse.Namespace) -> tuple[dict[str, list[float]], Kept]:
     """Nats per token of each window, by endpoint."""
     from kvcompile.tools import evaluate_tokenizer
     from kvcompile.tools.evaluate_served import in_parallel
@@ -94,7 +107,13 @@ def _served(args: argparse.Namespace) -> dict[str, list[float]]:
         )
     evaluate_tokenizer.load(args.model, endpoints)
     tokens = windows(tokens_of(args.text, args.model, "TEXT", vocabulary, args.limit), WINDOW).tolist()
-    return {endpoint.name: in_parallel(endpoint.nats, tokens, concurrency) for endpoint in endpoints}
+    kept = evaluate_endpoint.kept(args, endpoints)
+
+    def nats(endpoint: Endpoint, window: list[int]) -> float:
+        return kept.of([endpoint.name, window], partial(endpoint.nats, window))
+
+    values = {each.name: in_parallel(partial(nats, each), tokens, concurrency) for each in endpoints}
+    return values, kept
 
 
 def _vocabulary(model: Path) -> int:

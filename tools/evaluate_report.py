@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcompile.tools import evaluate_plot, evaluate_table, record
+from kvcompile.tools.evaluate_state import Kept
 from kvcompile.tools.evaluate_table import Rows
 
-_FILES = {"json": "the record", "markdown": "the tables", "plot": "quality against budget (SVG)"}
+_FILES = {
+    "json": "the record; answers so far are in FILE.state, and the same command goes on there",
+    "markdown": "the tables",
+    "plot": "quality against budget (SVG)",
+}
 
 
 class Table(NamedTuple):
@@ -34,7 +39,7 @@ class Drawing(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, *, plot: bool = True) -> None:
     for name, what in _FILES.items():
         if plot or name != "plot":
-            parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"also write {what} there")
+            parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"also write {what}")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -48,8 +53,12 @@ def publish(
     rows: Sequence[dict[str, Any]],
     tables: Sequence[Table],
     drawing: Drawing | None = None,
+    kept: Kept | None = None,
 ) -> None:
-    """Print the tables, and write the files that are asked for; the record, called `name`, has all `rows`."""
+    """Print the tables, and write the files that are asked for; the record, called `name`, has all `rows`.
+
+    kept: answers that a later run could have taken up, until the record is there.
+    """
     for table in tables:
         for part in _parts(table):
             record.console().print(evaluate_table.console_table(*part))
@@ -58,7 +67,10 @@ def publish(
     if drawing is not None and args.plot:
         evaluate_plot.write(args.plot, *drawing)
     if args.json:
-        record.write(args.json, record.record(name, record.command(), rows, ("transformers",)))
+        made = record.record(name, record.command(), rows, ("transformers",))
+        kept = kept or Kept()
+        record.write(args.json, {**made, "taken_up_answers": kept.count})
+        kept.done()
 
 
 def _parts(table: Table) -> list[Table]:

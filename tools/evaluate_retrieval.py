@@ -8,6 +8,7 @@ teacher-forced from what is kept. No engine, no vLLM: the scores, the selection 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from kvcompile.config import UsageError
@@ -18,6 +19,7 @@ from kvcompile.tools import (
     evaluate_report,
     evaluate_retrieval_served,
     evaluate_run,
+    evaluate_state,
 )
 from kvcompile.tools.evaluate_pruned import FULL, budgets
 from kvcompile.tools.evaluate_report import Drawing, Table
@@ -42,13 +44,14 @@ def run(args: argparse.Namespace) -> int:
     if args.endpoint:
         return evaluate_retrieval_served.run(args)
     plan = _plan(args)
+    plan = replace(plan, kept=evaluate_state.opened(args))
     against = args.against or ("andpro" if "andpro" in plan.methods else FULL)
     values = evaluate_run.measure(plan, args.processes or 1)
     rows = _rows(against, values)
     whole = [each for each in rows if each["case"].count(",") == 1]  # of all tasks together
     tables = [Table(_title(metric, against, values), whole, metric) for metric in _METRICS]
     drawing = Drawing(_title("rank1", against, values), whole, "rank1")
-    evaluate_report.publish(args, "quality", rows, tables, drawing)
+    evaluate_report.publish(args, "quality", rows, tables, drawing, plan.kept)
     return 0
 
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     tables = [Table(title, whole, METRIC)]
     if len(answering.systems) > 1:
         tables.append(Table(f"paired difference from {answering.against} in the {title}", whole, "difference"))
-    evaluate_report.publish(args, "quality-served", rows, tables, Drawing(title, whole, METRIC))
+    evaluate_report.publish(args, "quality-served", rows, tables, Drawing(title, whole, METRIC), answering.kept)
     return 0
 
 

@@ -6,26 +6,32 @@ import multiprocessing
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvcompile.ops.prune import Method
 from kvcompile.tools.checkpoint_config import config_file
+from kvcompile.tools.evaluate_model import PrunedModel
 from kvcompile.tools.evaluate_pruned import Budget, Outcome, outcomes
 from kvcompile.tools.evaluate_rounds import Rounds
+from kvcompile.tools.evaluate_samples import Sample
+from kvcompile.tools.evaluate_state import Kept
 
 Values = Mapping[tuple[str, str], list[Outcome]]  # by (case, system), one per sample and in one order for all systems
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for; the time that `rounds` has is that of each process."""
+    """What is asked for; the time that `rounds` has is that of each process. kept: outcomes that are there."""
 
     model: Path
     device: str
     budgets: tuple[Budget, ...]
     methods: Mapping[str, Method]
     rounds: Rounds
+    kept: Kept = field(default_factory=Kept)
 
 
 def measure(plan: Plan, processes: int = 1) -> Values:
@@ -52,8 +58,6 @@ def measure(plan: Plan, processes: int = 1) -> Values:
 
 
 def _measure(plan: Plan) -> Values:
-    from kvcompile.tools.evaluate_model import PrunedModel
-
     model = PrunedModel(plan.model, plan.device)
     values: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for samples in plan.rounds.each(
@@ -63,8 +67,14 @@ def _measure(plan: Plan) -> Values:
         "the model has positions for",
     ):
         for sample in samples:
-            for (budget, system), outcome in outcomes(model, sample, plan.methods, plan.budgets).items():
-                case = f"{sample.position}, {budget}"
+            for budget, system, *figures in plan.kept.of(sample, partial(_outcomes, model, plan, sample)):
+                case, outcome = f"{sample.position}, {budget}", Outcome(*figures)
                 values[case, system].append(outcome)
                 values[f"{case}, {sample.task}", system].append(outcome)
     return values
+
+
+def _outcomes(model: PrunedModel, plan: Plan, sample: Sample) -> list[list[Any]]:
+    """[budget, system, rank1, nll] of each."""
+    found = outcomes(model, sample, plan.methods, plan.budgets)
+    return [[*key, *outcome] for key, outcome in found.items()]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from kvcompile.config import UsageError
 from kvcompile.tools.evaluate_endpoint import Endpoint, Question
 from kvcompile.tools.evaluate_pruned import Budget
+from kvcompile.tools.evaluate_state import Kept
 
 AS_SERVED = "as served"  # the budget of requests that name none
 T = TypeVar("T")
@@ -43,24 +45,35 @@ def systems(endpoints: Sequence[Endpoint], budgets: Sequence[Budget]) -> list[st
 
 
 def answers(
-    endpoints: Sequence[Endpoint], questions: Sequence[Question], budgets: Sequence[Budget], concurrency: int
+    endpoints: Sequence[Endpoint],
+    questions: Sequence[Question],
+    budgets: Sequence[Budget],
+    concurrency: int,
+    kept: Kept,
 ) -> dict[tuple[str, str], list[str]]:
-    """By (budget, system), one answer for each question in their order.
+    """By (budget, system), one answer for each question in their order; what is in `kept` is not asked again.
 
     Without budgets the one budget is `AS_SERVED`. What no budget changes is asked once and stands at each of them.
     """
+
+    def ask(endpoint: Endpoint, budget: str, tokens: Sequence[int | None]) -> list[str]:
+        def answer(asked: tuple[Question, int | None]) -> str:
+            # By the name of the budget too: what comes to as many tokens is asked again, as it is without a record.
+            return kept.of([endpoint.name, budget, *asked], partial(endpoint.answer, *asked))
+
+        return in_parallel(answer, zip(questions, tokens, strict=True), concurrency)
+
     found = {}
     for endpoint in endpoints:
         if not budgets:
-            found[AS_SERVED, endpoint.name] = _answers(endpoint, questions, [None] * len(questions), concurrency)
+            found[AS_SERVED, endpoint.name] = ask(endpoint, AS_SERVED, [None] * len(questions))
             continue
-        keep_all = 0 if endpoint.prunes else None
-        unpruned = _answers(endpoint, questions, [keep_all] * len(questions), concurrency)
+        unpruned = ask(endpoint, whole(endpoint), [0 if endpoint.prunes else None] * len(questions))
         for budget in budgets:
             if endpoint.prunes:
-                kept = [_kept(budget, question.tokens) for question in questions]
                 found[budget.text, whole(endpoint)] = unpruned
-                found[budget.text, endpoint.name] = _answers(endpoint, questions, kept, concurrency)
+                tokens = [_kept(budget, each.tokens) for each in questions]
+                found[budget.text, endpoint.name] = ask(endpoint, budget.text, tokens)
             else:
                 found[budget.text, endpoint.name] = unpruned
     return found
@@ -85,9 +98,3 @@ def _kept(budget: Budget, tokens: int) -> int:
     """What `Endpoint.answer` is told: a prompt within the budget is whole, however short it is."""
     kept = budget.of(tokens)
     return kept if kept < tokens else 0
-
-
-def _answers(
-    endpoint: Endpoint, questions: Sequence[Question], kept: Sequence[int | None], concurrency: int
-) -> list[str]:
-    return in_parallel(lambda asked: endpoint.answer(*asked), zip(questions, kept, strict=True), concurrency)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,8 @@ from rich.text import Text
 from kvcompile.config import UsageError
 
 QUIET_S = 5.0  # between two lines
+_LAST = 30  # reports that an estimate is from: as many layers, or the tensors of some
+_LEAST = 0.01  # of all work, below which they are too few
 
 Advance = Callable[[int], None]
 
@@ -56,22 +60,37 @@ def progress(what: str, total: int) -> Iterator[Advance]:
 
 
 class Estimate:
-    """The time that `total` units of work still take, at the speed of those that are done. Times in seconds."""
+    """The time that `total` units of work still take, by what the last ones took. Times in seconds.
+
+    The first report says nothing of the others: loading and compiling are in its time.
+    """
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
-        self._start = self._last = time.monotonic()
+        self._last = time.monotonic()
+        self._took: deque[tuple[float, int]] = deque(maxlen=_LAST)  # seconds a unit, and how many units
 
     def advance(self, units: int) -> None:
+        now = time.monotonic()
+        if self.done and units:
+            self._took.append(((now - self._last) / units, units))
         self.done += units
-        self._last = time.monotonic()
+        self._last = now
 
     def left(self) -> float | None:
-        """It runs down between two reports; None before the first one."""
-        if not self.done:
+        """None before enough is known. It runs down between two reports, at most by what the largest of them takes."""
+        if not self._took or sum(units for _, units in self._took) < _LEAST * self.total:
             return None
-        behind = (self._last - self._start) * (self.total / self.done - 1)
-        return max(behind - (time.monotonic() - self._last), 0.0)
+        pace = self._pace()
+        since = min(time.monotonic() - self._last, pace * max(units for _, units in self._took))
+        return max(pace * (self.total - self.done) - since, 0.0)
+
+    def _pace(self) -> float:
+        """Seconds a unit, the median over units: small tensors, which are mostly overhead, do not decide it."""
+        reports = sorted(self._took)
+        counted = accumulate(units for _, units in reports)
+        half = sum(units for _, units in reports) / 2
+        return next(pace for (pace, _), so_far in zip(reports, counted, strict=True) if so_far >= half)
 
 
 class _Left(ProgressColumn):
@@ -96,7 +115,8 @@ class _Lines:
         if tenths == self._tenths or now - self._told < QUIET_S:
             return
         self._tenths, self._told = tenths, now
-        say(f"quantize: {self._what}: {10 * tenths} %, {_time(self._estimate.left() or 0.0)} left")
+        left = self._estimate.left()
+        say(f"quantize: {self._what}: {10 * tenths} %{'' if left is None else f', {_time(left)} left'}")
 
 
 def _time(seconds: float) -> str:

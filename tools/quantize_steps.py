@@ -75,7 +75,7 @@ class Job:
             "group_size": self.group_size if self.group_size == "channel" else int(self.group_size),
             "group_sizes": {str(width): size for width, size in self.group_sizes.items()},
             "method": self.method,
-            "modules_to_not_convert": ["lm_head"],
+            "modules_to_not_convert": [],
         }
 
 

@@ -18,7 +18,9 @@ from kvcompile.tools.serve_engine import Served
 from kvcompile.tools.serve_gpus import Gpu
 from kvcompile.tools.serve_state import Results
 
-_WARM_UP = 1000  # its seed, which no timed run has
+_WARM_UP = 1000  # its seeds, one of each case, begin here: no timed run has them
+_WARM_TOKENS = 65_536  # of prompts: seconds on a GPU; all of 32 prompts of 16,000 would take as long as a run
+_WARM_OUTPUT = 16  # by then the last of those prompts is done, and all requests decode together
 
 
 class Case(NamedTuple):
@@ -79,8 +81,8 @@ class Serving:
     def _serve_case(self, case: Case, engines: list[Served]) -> None:
         left = {engine: self._seeds_left(case, engine.name) for engine in engines}
         for engine, seeds in left.items():
-            if seeds:  # compiles and loads what the first prompts of a length need
-                engine.run(case.prompt, 2, min(case.requests, 4), _WARM_UP)
+            if seeds:
+                _warm_up(engine, case, _WARM_UP + self.cases.index(case))
         for seed in range(self.runs):
             for engine, seeds in left.items():
                 if seed in seeds:
@@ -127,6 +129,18 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _warm_up(engine: Served, case: Case, seed: int) -> None:
+    """Have compiled, loaded and allocated what prompts of that length need, and what so many requests at once do.
+
+    Where all of them have too many tokens, some of full length come first, then all, shortened.
+    """
+    output = min(case.output, _WARM_OUTPUT)
+    whole = min(case.requests, max(4, _WARM_TOKENS // case.prompt))
+    engine.run(case.prompt, output, whole, seed)
+    if whole < case.requests:
+        engine.run(min(case.prompt, max(1, _WARM_TOKENS // case.requests)), output, case.requests, seed)
 
 
 def _check_run(name: str, case: Case, found: Mapping[str, Any]) -> None:

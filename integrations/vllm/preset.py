@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile.config import Kv8Config, KVCompileConfig, Resolved, SchedulerConfig, UsageError, resolve, to_dict
 from kvcompile.config_sources import FLAG_SOURCE
-from kvcompile.integrations.vllm import checks, compat, offload_preset, prune_preset, report
+from kvcompile.integrations.vllm import checks, checks_memory, compat, offload_preset, prune_preset, report
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, offloads
 from kvcompile.integrations.vllm.attention_op import split_where_vllm_splits
 from kvcompile.integrations.vllm.inductor_pass import PASS_KEY, KVCompilePass
@@ -43,7 +43,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     `args` itself is left as it was, so that calling twice gives the same result. Raises `UsageError`.
     """
     options, source = _options(args, request)
-    resolved = resolve(overrides=options, environ=os.environ, overrides_source=source)
+    resolved = resolve(overrides=options, environ=os.environ, overrides_source=source, judge_budget=False)
     refuse_unavailable(resolved)
     resolved = offload_preset.with_flag(args, resolved)
     notes: dict[str, str] = {}  # module -> why it is off or less than it could be
@@ -62,7 +62,7 @@ def create_engine_config(args: EngineArgs, request: Request, build: Callable[[En
     prune_preset.settle(config, resolved, notes)
     offload_preset.let_scheduler_offload(config, resolved.config.offload)
     split_where_vllm_splits(config.compilation_config)
-    checks.refuse_too_little_memory(config)
+    checks_memory.refuse_too_little_memory(config)
     if resolved.config.strict:
         _refuse_inactive(resolved, report.in_the_way(config, notes))
     config.__dict__[_SAID] = report.startup_line(config, notes)

@@ -53,6 +53,7 @@ def settle(config: VllmConfig, resolved: Resolved, notes: dict[str, str]) -> Non
     the user asked for pruning; what is on by default alone never stands in the way of a start.
     """
     if "prune" in notes:
+        resolved.refuse_small_budget(None)  # wrong with any block, and so to be told, although nothing comes of it
         return
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls not in (None, SCHEDULER):

@@ -11,11 +11,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompile import __version__
 from kvcompile.config import PruneConfig
-from kvcompile.integrations.vllm import prune_reach
+from kvcompile.integrations.vllm import lm_head_choice, prune_reach
 from kvcompile.integrations.vllm.active import KV8_CACHE_DTYPE, SCHEDULER, W4A8_QUANTIZATION, offloads, prunes
 from kvcompile.presets import MODULES, NAME, PASS_NAMES
 
-_SWAP = "attention_swap"
+_SWAP, _ROTARY = "attention_swap", "rotary"
 
 
 def startup_line(config: VllmConfig, notes: Mapping[str, str]) -> str:
@@ -41,13 +41,13 @@ def in_the_way(config: VllmConfig, notes: Mapping[str, str]) -> dict[str, str]:
 
     Being on means for linear "W4A8 where the weights are W4A8": a checkpoint that is not quantised, or is in another
     way, leaves it nothing to do. Nothing was asked for that cannot be had, so strict has nothing to refuse. Nor has it
-    where every pass is switched off, or all but the attention swap, whose work is done without it too, or where pruning
-    or offload is off.
+    where every pass is switched off, or all but the attention swap, whose work is done without it too, and rotary where
+    it has nothing to do, or where pruning or offload is off.
     """
     off = why_not(config, notes)
     if config.model_config.quantization != W4A8_QUANTIZATION:
         off.pop("linear", None)
-    if not set(_switched_on(config)) - {_SWAP}:
+    if set(_switched_on(config)) <= {_SWAP, *([_ROTARY] if _no_rotary(config) else [])}:
         off.pop("passes", None)
     if not config.additional_config[NAME]["prune"]["enabled"]:
         off.pop("prune", None)
@@ -86,19 +86,30 @@ def _passes(config: VllmConfig) -> tuple[str, str | None]:
     on = _switched_on(config)
     if not on:
         return "", "every pass is switched off"
-    no_swap = _no_swap(config) if _SWAP in on else None
-    if no_swap is not None:
-        on.remove(_SWAP)
-        no_swap = f"no {_SWAP}: {no_swap}"
-        if not on:
-            return "", no_swap
-    fusions = set(on) - {_SWAP} and config.model_config.quantization != W4A8_QUANTIZATION
+    idle = {name: why for name, reason in _NO_SITES.items() if name in on and (why := reason(config))}
+    idle_said = [f"no {name}: {why}" for name, why in idle.items()]
+    on = [name for name in on if name not in idle]
+    if not on:
+        return "", ", ".join(idle_said)
+    fusions = set(on) - _NO_SITES.keys() and config.model_config.quantization != W4A8_QUANTIZATION
     said = [
         f"{' and '.join(on)} in VLLM_COMPILE",
-        *(["without W4A8 linears nothing to fuse"] if fusions else []),
-        *([no_swap] if no_swap else []),
+        *(["without W4A8 linears no quantiser to fuse with"] if fusions else []),
+        *idle_said,
     ]
     return ", ".join(said), None
+
+
+def _no_rotary(config: VllmConfig) -> str | None:
+    """Why the pass that joins rotary embedding has nothing to join, as far as that is known before a graph is there."""
+    custom = config.compilation_config.custom_ops
+    if "+rotary_embedding" in custom or ("all" in custom and "-rotary_embedding" not in custom):
+        return "vLLM's own kernel is switched on (+rotary_embedding)"
+    if config.model_config.uses_mrope:
+        return "positions have several dimensions"
+    rope = getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", 1.0)
+    return f"{share:.0%} of each head is turned" if share < 1 else None
 
 
 def _no_swap(config: VllmConfig) -> str | None:
@@ -110,6 +121,10 @@ def _no_swap(config: VllmConfig) -> str | None:
     if compilation.splitting_ops and not compilation.use_inductor_graph_partition:
         return "graphs are split at attention, where its backend does the same"
     return None
+
+
+# Passes whose sites do not depend on the linears, and why there may be none.
+_NO_SITES = {_ROTARY: _no_rotary, _SWAP: _no_swap}
 
 
 def _switched_on(config: VllmConfig) -> list[str]:
@@ -124,11 +139,11 @@ def _linear(config: VllmConfig) -> tuple[str, str | None]:
     if model.quantization != W4A8_QUANTIZATION:
         return "", f"the checkpoint is {model.quantization}"
     kernels = "torch CPU operators" if current_platform.is_cpu() else "CUDA kernels"
-    sizes = config.quant_config.group_sizes
+    sizes, head = config.quant_config.group_sizes, lm_head_choice.said(config)
     if sizes is None:
-        return f"W4A8, quantised while loading, {kernels}", None
+        return f"W4A8, quantised while loading, {kernels}{head}", None
     groups = sorted({"channel" if width == group else str(group) for width, group in sizes.items()})
-    return f"W4A8 checkpoint, group size {' and '.join(groups)}, {kernels}", None
+    return f"W4A8 checkpoint, group size {' and '.join(groups)}, {kernels}{head}", None
 
 
 def _scheduler(config: VllmConfig) -> tuple[str, str | None]:

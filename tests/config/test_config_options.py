@@ -15,6 +15,7 @@ from kvcompile.config import (
     PruneConfig,
     UsageError,
     describe,
+    resolve,
 )
 from kvcompile.ops.prune import METHODS
 
@@ -141,8 +142,10 @@ def test_the_choices_and_defaults_are_those_of_the_design():
     assert {key: option.default for key, option in OPTIONS.items()} == {
         "kv8.enabled": True,
         "linear.enabled": True,
+        "linear.lm_head_int8": "auto",
         "passes.norm_quant": True,
         "passes.swiglu_quant": True,
+        "passes.rotary": True,
         "passes.attention_swap": True,
         "prune.enabled": True,
         "prune.method": "robust",
@@ -188,25 +191,25 @@ def test_a_very_long_value_does_not_flood_the_message():
     assert len(_refused(OPTIONS["prune.min_tokens"], 16**10_000)) < 300
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [("min_tokens", {"min_tokens": 51}), ("budget_tokens", {"budget_tokens": 51})]
-)
-def test_a_budget_smaller_than_sink_window_and_one_block_is_refused(name, given):
+@pytest.mark.parametrize("name", ["min_tokens", "budget_tokens"])
+def test_a_budget_that_every_block_makes_too_small_is_refused_with_what_each_size_needs(name):
     with pytest.raises(UsageError) as caught:
-        PruneConfig(**given)
+        resolve(environ={}, overrides={f"prune.{name}": 51})
     assert str(caught.value) == (
-        f"prune.{name} is 51, less than prune.sink_tokens + prune.window_tokens + 16 = 52: "
-        f"give prune.{name} at least 52, or lower prune.window_tokens or prune.sink_tokens"
+        f"prune.{name} is 51, less than prune.sink_tokens + prune.window_tokens + a block: 52 with 16, 68 with 32, "
+        "100 with 64, 164 with 128 tokens a block: give "
+        f"prune.{name} at least that, or lower prune.window_tokens or prune.sink_tokens "
+        f"(prune.{name} is from --additional-config)"
     )
-    accepted = PruneConfig(**{name: 52})
-    assert getattr(accepted, name) == 52
+    assert resolve(environ={}, overrides={f"prune.{name}": 52}).sources
+    assert resolve(environ={}, overrides={f"prune.{name}": 51}, judge_budget=False).sources
 
 
 @pytest.mark.parametrize(("given", "least"), [({"window_tokens": 600}, 620), ({"sink_tokens": 500}, 548)])
 def test_a_larger_window_or_sink_needs_a_larger_minimum(given, least):
     with pytest.raises(UsageError, match=f"prune.min_tokens is 544, less than .* = {least}: "):
-        PruneConfig(**given)
-    assert PruneConfig(min_tokens=least, **given).min_tokens == least
+        PruneConfig(**given).refuse_small_budget(16)
+    PruneConfig(min_tokens=least, **given).refuse_small_budget(16)
 
 
 def test_a_budget_is_judged_by_the_size_of_a_block_too_and_the_minimum_only_where_it_decides():

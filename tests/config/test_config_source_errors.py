@@ -160,8 +160,9 @@ def test_values_that_disagree_across_sources_name_each_source(tmp_path):
     path = _write(tmp_path, "[prune]\nmin_tokens = 64\n")
     message = _error(environ={"KVCOMPILE_CONFIG": path}, overrides={"prune": {"window_tokens": 64}, "strict": True})
     assert message == (
-        "prune.min_tokens is 64, less than prune.sink_tokens + prune.window_tokens + 16 = 84: "
-        "give prune.min_tokens at least 84, or lower prune.window_tokens or prune.sink_tokens "
+        "prune.min_tokens is 64, less than prune.sink_tokens + prune.window_tokens + a block: 84 with 16, 100 with 32, "
+        "132 with 64, 196 with 128 tokens a block: "
+        "give prune.min_tokens at least that, or lower prune.window_tokens or prune.sink_tokens "
         f"(prune.min_tokens is from file {path}; prune.window_tokens is from --additional-config)"
     )
 

@@ -73,5 +73,5 @@ def test_only_options_of_parts_that_are_there_are_in_this_version(without: Calla
     assert in_this_version("strict")
     assert in_this_version("prune.keep_ratio")
     assert not in_this_version("offload.max_scan_reqs")
-    assert all(in_this_version(f"passes.{name}") for name in ("norm_quant", "swiglu_quant", "attention_swap"))
+    assert all(in_this_version(f"passes.{name}") for name in ("norm_quant", "swiglu_quant", "rotary", "attention_swap"))
     assert not in_this_version("passes.another")

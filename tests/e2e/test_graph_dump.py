@@ -44,13 +44,14 @@ def _dump(model: Path, folder: Path, *flags: str) -> Dump:
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dump]:
-    """Two models at a time, as everything but a second of a dump is starting vLLM."""
+    """Two models at a time, as everything but a second of a dump is starting vLLM. Without rotary bf16 has no site."""
     folder = tmp_path_factory.mktemp("graph-dump")
     plain = write_plain(folder / "plain")
     quantised = write_quantised(folder / "quantised", plain)
     with ThreadPoolExecutor(2) as pool:
         w4a8 = pool.submit(_dump, quantised, folder / "w4a8")
-        bf16 = pool.submit(_dump, plain, folder / "bf16", "--load-format", "dummy")
+        no_rotary = ("--additional-config", json.dumps({"kvcompile": {"passes.rotary": False}}))
+        bf16 = pool.submit(_dump, plain, folder / "bf16", "--load-format", "dummy", *no_rotary)
         return {"w4a8": w4a8.result(), "bf16": bf16.result()}
 
 
@@ -65,6 +66,7 @@ def test_every_norm_and_swiglu_in_front_of_a_w4a8_linear_is_a_site_with_the_name
     norms = ("input_layernorm", "post_attention_layernorm")
     wanted = [("norm_quant", f"model.layers.{i}.{norm}") for i in range(LAYERS) for norm in norms]
     wanted += [("swiglu_quant", f"model.layers.{i}.mlp.act_fn") for i in range(LAYERS)]
+    wanted += [("rotary", f"model.layers.{i}.self_attn.rotary_emb") for i in range(LAYERS)]
     assert sorted(sites) == sorted(wanted)
     left = [
         (layer, entry["reason"]) for graph in content["graphs"] for entry in graph["left"] for layer in entry["layers"]
@@ -84,7 +86,12 @@ def test_bytes_are_those_of_the_model_dimensions(dumps: dict[str, Dump]) -> None
     # but for the halves and the last two results. The fused operator reads gate_up and writes what the quantiser did.
     wide, narrow = 4 * INTERMEDIATE, element * INTERMEDIATE
     apart = (narrow + wide) + 3 * 2 * wide + 3 * wide + (wide + narrow) + 3 * narrow + narrow
-    saved = norms + LAYERS * (apart - 2 * narrow)
+    # Rotary embedding is taken apart into the rows of cos and sin (gathered, then half of them with each of four
+    # products), those products, a difference, a sum, and their concatenation. The operator reads and writes each row
+    # once, and one row of the table.
+    rows, table = (HEADS + KV_HEADS) * HEAD * element, HEAD * element
+    rotary = 2 * table + 2 * 2 * table + (4 + 3 + 2) * rows - 2 * rows - table
+    saved = norms + LAYERS * (apart - 2 * narrow + rotary)
     assert total["before"]["bytes"]["token"] - total["after"]["bytes"]["token"] == saved
     # Of weights: 4 bits each, 16 bits per group, 32 per row; two norms a layer and the last; and cos and sin are
     # gathered, as are embeddings.
@@ -113,7 +120,7 @@ def test_the_folder_holds_the_texts_the_report_and_the_log(dumps: dict[str, Dump
         "report.html",
     ]
     texts = {path.name: path.read_text() for path in (folder / "graph-2").iterdir()}
-    assert sorted(texts) == ["0-before.txt", "1-norm_quant.txt", "2-swiglu_quant.txt"]
+    assert sorted(texts) == ["0-before.txt", "1-norm_quant.txt", "2-swiglu_quant.txt", "3-rotary.txt"]
     assert texts["0-before.txt"].count("= vllm_ir.fused_add_rms_norm(") == 2
     assert "vllm_ir.fused_add_rms_norm(" not in texts["1-norm_quant.txt"]
     assert f"# model.layers.{LAYERS - 1}.self_attn.qkv_proj" in texts["2-swiglu_quant.txt"]
@@ -155,4 +162,4 @@ def test_two_dumps_of_different_checkpoints_differ_where_they_should(dumps: dict
     assert graph_diff.differences(a, a) == []
     found = {(d.part, d.what): (d.a, d.b) for d in graph_diff.differences(a, b)}
     assert found["Flags and settings", "quantization"] == ("kvcompile_w4a8", "null")
-    assert len([part for part, _ in found if part == "Sites"]) == 3 * LAYERS
+    assert len([part for part, _ in found if part == "Sites"]) == 4 * LAYERS

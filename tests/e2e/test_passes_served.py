@@ -17,7 +17,7 @@ from tests.passes.graphs import assert_one_step
 from tests.passes.unfused import UNFUSED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
-OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}}
+OFF = {"passes": {"norm_quant": False, "swiglu_quant": False, "rotary": False, "attention_swap": False}}
 PARTITION = {"use_inductor_graph_partition": True}
 
 
@@ -58,13 +58,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_ours(run: Run) -> None:
     n = run.layers
-    # 2n norms feed linears; the one behind the last layer feeds lm_head, which is not quantised, and stays a norm.
+    # 2n norms feed linears; the one behind the last layer feeds lm_head, which takes it as it is, and stays a norm.
     assert run.engines["partition"].calls() == [
         {
             "kvcompile::rms_norm_quant": 1,  # the first has no residual yet
             "kvcompile::fused_add_rms_norm_quant": 2 * n - 1,
             "kvcompile::silu_mul_quant": n,
             "kvcompile::quant_per_token": n,  # behind attention
+            "kvcompile::rotary": n,
             "kvcompile::pruned_kv8_attention": n,
             "kvcompile::w4a8_linear": 4 * n,
         }
@@ -74,12 +75,13 @@ def test_the_whole_graph_has_two_norms_one_swiglu_and_one_attention_a_layer_of_o
 def test_the_three_pieces_have_them_too_and_attention_is_in_none(run: Run) -> None:
     # To the first attention; from one to the next, shared by all layers but the last; from the last on.
     assert run.engines["piecewise"].calls() == [
-        {"kvcompile::rms_norm_quant": 1, "kvcompile::w4a8_linear": 1},
+        {"kvcompile::rms_norm_quant": 1, "kvcompile::w4a8_linear": 1, "kvcompile::rotary": 1},
         {
             "kvcompile::quant_per_token": 1,
             "kvcompile::fused_add_rms_norm_quant": 2,
             "kvcompile::silu_mul_quant": 1,
             "kvcompile::w4a8_linear": 4,
+            "kvcompile::rotary": 1,
         },
         {
             "kvcompile::quant_per_token": 1,
@@ -100,10 +102,10 @@ def test_the_start_up_line_says_where_attention_is_swapped(run: Run) -> None:
     found = re.findall(r"active: kv8 \([^)]*\), passes \(([^)]*)\)|not active: (passes \([^)]*\))", run.log)
     assert [active or inactive for active, inactive in found] == [
         "passes (--enforce-eager: nothing is compiled)",
-        "norm_quant and swiglu_quant in VLLM_COMPILE, no attention_swap: graphs are split at attention, where its "
-        "backend does the same",
+        "norm_quant and swiglu_quant and rotary in VLLM_COMPILE, no attention_swap: graphs are split at attention, "
+        "where its backend does the same",
         "passes (every pass is switched off)",
-        "norm_quant and swiglu_quant and attention_swap in VLLM_COMPILE",
+        "norm_quant and swiglu_quant and rotary and attention_swap in VLLM_COMPILE",
     ]
 
 

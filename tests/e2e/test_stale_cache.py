@@ -59,9 +59,9 @@ FUSED = {
 FIND = "    gate_up = _of_kernel(y) or _of_product(y)\n"
 # Embedding to the first attention, attention to attention (one graph for all of those), last attention to the norm.
 COLD = [
-    "graph 1: norm_quant 1 of 1, swiglu_quant 0 of 0, attention_swap 0 of 0",
-    "graph 2: norm_quant 2 of 2, swiglu_quant 1 of 1, attention_swap 0 of 0",
-    "graph 3: norm_quant 1 of 1, swiglu_quant 1 of 1, attention_swap 0 of 0",
+    "graph 1: norm_quant 1 of 1, swiglu_quant 0 of 0, rotary 1 of 1, attention_swap 0 of 0",
+    "graph 2: norm_quant 2 of 2, swiglu_quant 1 of 1, rotary 1 of 1, attention_swap 0 of 0",
+    "graph 3: norm_quant 1 of 1, swiglu_quant 1 of 1, rotary 0 of 0, attention_swap 0 of 0",
 ]
 
 

@@ -166,12 +166,12 @@ WITHOUT_KV8 = {
 
 
 def test_with_kv8_the_swap_is_in_the_list(build):
-    assert _order(build) == ("norm_quant", "swiglu_quant", "attention_swap")
+    assert _order(build) == ("norm_quant", "swiglu_quant", "rotary", "attention_swap")
 
 
 @pytest.mark.parametrize("fields", WITHOUT_KV8.values(), ids=WITHOUT_KV8)
 def test_where_attention_is_not_ours_nothing_is_swapped(build, fields):
-    assert _order(build, **fields) == ("norm_quant", "swiglu_quant")
+    assert _order(build, **fields) == ("norm_quant", "swiglu_quant", "rotary")
 
 
 def test_with_vllms_triton_backend_on_the_int8_cache_nothing_is_swapped(build, monkeypatch):
@@ -183,10 +183,10 @@ def test_with_vllms_triton_backend_on_the_int8_cache_nothing_is_swapped(build, m
     config = build(attention_backend="TRITON_ATTN")
     assert config.cache_config.cache_dtype == "int8_per_token_head"
     ours = config.compilation_config.inductor_compile_config[PASS_KEY]
-    assert ours.pipeline.order == ("norm_quant", "swiglu_quant")
+    assert ours.pipeline.order == ("norm_quant", "swiglu_quant", "rotary")
     # The same options and the same graphs, but another outcome: another identity.
     assert ours.uuid() != build().compilation_config.inductor_compile_config[PASS_KEY].uuid()
 
 
 def test_the_switch_takes_it_out_of_the_list(build):
-    assert _order(build, **_options(passes={"attention_swap": False})) == ("norm_quant", "swiglu_quant")
+    assert _order(build, **_options(passes={"attention_swap": False})) == ("norm_quant", "swiglu_quant", "rotary")

@@ -11,10 +11,11 @@ import pytest
 from vllm.sampling_params import RepetitionDetectionParams
 
 from kvcompile.integrations.vllm import compat_sources, replay
-from kvcompile.integrations.vllm.plain_steps import PLAIN, PlainSteps, _is_plain
+from kvcompile.integrations.vllm.plain_steps import PLAIN, _is_plain
 from kvcompile.schedule.trace import Arrival
 from tests.integrations import prune_replays
 from tests.integrations.replays import STEP, pressing, scheduler_of
+from tests.integrations.step_records import same_as_vllms
 
 
 @pytest.fixture(autouse=True)
@@ -24,94 +25,6 @@ def _equal_hashes(monkeypatch):
 
 
 SYNC_OR_NOT = pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-
-
-def _plain(value: Any) -> Any:
-    """What can be compared of vLLM's objects: no clock, no identity."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value
-
-
-def _output(output: Any) -> list[Any]:
-    fields = [getattr(output, name) for name in output.__struct_fields__ if name != "events"]
-    return [_plain(field) for field in fields] + [[event.type for event in output.events or ()]]
-
-
-def _state(scheduler: Any) -> dict[str, Any]:
-    manager = scheduler.kv_cache_manager
-    (single,) = manager.coordinator.single_type_managers
-    return {
-        "step": scheduler.current_step,
-        "running": [request.request_id for request in scheduler.running],
-        "waiting": [request.request_id for request in scheduler.waiting],
-        "finished": set(scheduler.finished_req_ids),
-        "before": set(scheduler.prev_step_scheduled_req_ids),
-        "free": [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()],
-        "tables": {name: [b.block_id for b in blocks] for name, blocks in single.req_to_blocks.items() if blocks},
-        "hashes": {b.block_id: (b.block_hash, b.ref_cnt) for b in manager.block_pool.blocks if b.block_hash},
-        "cached": dict(single.num_cached_block),
-        "hits": _plain(manager.prefix_cache_stats),
-        "requests": {
-            name: (
-                request.status,
-                request.num_computed_tokens,
-                request.num_output_placeholders,
-                request.async_tokens_to_discard,
-                request.next_decode_eligible_step,
-                request.is_prefill_chunk,
-                list(request.spec_token_ids),
-                list(request.all_token_ids),
-                list(request.output_token_ids),
-                list(request.block_hashes),
-                request.stop_reason,
-                request.prefill_stats and str(vars(request.prefill_stats)),
-            )
-            for name, request in scheduler.requests.items()
-        },
-    }
-
-
-class _Record:
-    """All that a scheduler says and what it looks like after each step, while something goes on around it."""
-
-    def __init__(self, scheduler: Any, *, plain: bool) -> None:
-        assert scheduler._plain_possible
-        scheduler._plain_possible = plain
-        self.scheduler, self.said = scheduler, []
-        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
-        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update
-
-    def schedule(self) -> Any:
-        output = self._schedule()
-        self.said.append((_plain(output), _state(self.scheduler)))
-        return output
-
-    def update(self, output: Any, result: Any) -> Any:
-        outputs = self._update(output, result)
-        said = {
-            client: (list(map(_output, each.outputs)), each.finished_requests, _plain(each.scheduler_stats))
-            for client, each in outputs.items()
-        }
-        self.said.append((said, _state(self.scheduler)))
-        return outputs
-
-
-def _both(make: Any, serve: Any) -> PlainSteps:
-    """Serve with a scheduler whose plain steps are vLLM's own, and with another; the latter, once all is compared."""
-    records = []
-    for plain in (False, True):
-        scheduler, config = make()
-        record = _Record(scheduler, plain=plain)
-        serve(scheduler, config)
-        records.append(record)
-    stock, ours = records
-    for step, (theirs, own) in enumerate(zip(stock.said, ours.said, strict=True)):
-        assert own == theirs, f"call {step} differs"
-    assert stock.scheduler.plain_steps == 0
-    return ours.scheduler
 
 
 def _trace(seed: int, requests: int = 50) -> list[Arrival]:
@@ -146,7 +59,7 @@ def test_a_plain_step_says_and_leaves_what_vllm_would(asynchronous, caching, blo
             blocks, options=options, asynchronous=asynchronous, enable_prefix_caching=caching, max_num_seqs=24
         )
 
-    ours = _both(make, _serve(_trace(1), aborts))
+    ours = same_as_vllms(make, _serve(_trace(1), aborts))
     assert ours.plain_steps > 50
 
 
@@ -171,7 +84,7 @@ def test_so_it_does_while_the_first_in_line_is_refused_again_and_again(asynchron
         scheduler.schedule = watched
         _serve(_trace(6, 40), {3: 20, 11: 5, 12: 30})(scheduler, config)
 
-    _both(make, serve)
+    same_as_vllms(make, serve)
     assert sum(waiting) > 5
 
 
@@ -187,7 +100,7 @@ def test_so_it_does_where_requests_are_preempted_and_have_priorities(asynchronou
 
     rng = random.Random(4)
     trace = [dataclasses.replace(arrival, priority=rng.randrange(3)) for arrival in pressing(30)]
-    assert _both(make, _serve(trace)).plain_steps > 50
+    assert same_as_vllms(make, _serve(trace)).plain_steps > 50
 
 
 @SYNC_OR_NOT
@@ -199,7 +112,7 @@ def test_so_it_does_where_requests_are_pruned(asynchronous, inline):
     def serve(scheduler: Any, config: Any) -> None:
         prune_replays.run_of(sorted(_trace(2, 30), key=lambda a: a.time_s), scheduler, config)
 
-    assert _both(make, serve).plain_steps > 50
+    assert same_as_vllms(make, serve).plain_steps > 50
 
 
 @SYNC_OR_NOT
@@ -211,7 +124,7 @@ def test_so_it_does_where_the_prefix_cache_is_reset_with_all_that_runs(asynchron
     def make() -> Any:
         return scheduler_of(600, asynchronous=asynchronous)
 
-    assert _both(make, _serve(_trace(5, 30), after_step=reset)).plain_steps > 50
+    assert same_as_vllms(make, _serve(_trace(5, 30), after_step=reset)).plain_steps > 50
 
 
 @SYNC_OR_NOT
@@ -221,7 +134,7 @@ def test_so_it_does_for_the_second_model_runner(asynchronous):
         scheduler.use_v2_model_runner = True
         return scheduler, config
 
-    assert _both(make, _serve(_trace(7, 20))).plain_steps > 50
+    assert same_as_vllms(make, _serve(_trace(7, 20))).plain_steps > 50
 
 
 def _with(requests: Any = None, results: Any = None, **fields: Any) -> Any:
@@ -270,7 +183,7 @@ def test_a_request_ends_where_and_as_vllm_ends_it(asynchronous, end, reason):
         scheduler.update_from_output = watched
         _serve(_trace(8, 20))(scheduler, config)
 
-    _both(_with(change, asynchronous=asynchronous, max_model_len=256), serve)
+    same_as_vllms(_with(change, asynchronous=asynchronous, max_model_len=256), serve)
     assert ended.count(reason) > 5
 
 
@@ -292,7 +205,7 @@ def test_what_a_result_has_beyond_tokens_is_told_as_by_vllm(found):
         for name, value in found.items():
             setattr(made, name, value)
 
-    assert _both(_with(request, result), _serve(_trace(9, 10))).plain_steps > 20
+    assert same_as_vllms(_with(request, result), _serve(_trace(9, 10))).plain_steps > 20
 
 
 def test_only_a_request_that_needs_nothing_but_its_next_token_is_plain():

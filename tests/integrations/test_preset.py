@@ -241,7 +241,7 @@ def test_the_configuration_reaches_another_process_whole(build):
 
 
 def test_the_compile_cache_key_changes_with_every_option(build):
-    passes = ({"passes": {name: False}} for name in ("norm_quant", "swiglu_quant", "attention_swap"))
+    passes = ({"passes": {name: False}} for name in ("norm_quant", "swiglu_quant", "rotary", "attention_swap"))
     changes = ({}, {"strict": True}, *passes)
     hashes = [build(additional_config=_options(**change)).compute_hash() for change in changes]
     assert len(set(hashes)) == len(changes)

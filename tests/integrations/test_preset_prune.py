@@ -79,7 +79,8 @@ IN_ITS_WAY = {
         "prune.min_tokens at least 1060, or lower prune.window_tokens or prune.sink_tokens or --block-size",
     ),
 }
-NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}  # LoRA rules compilation out
+# LoRA rules compilation out.
+NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "rotary": False, "attention_swap": False}
 
 
 def _given(options, fields, **more):
@@ -156,21 +157,32 @@ def test_the_names_of_workers_are_those_of_classes():
         assert issubclass(ours, theirs) and ours.init_device is not theirs.init_device
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"budget_tokens": 100}, "prune.budget_tokens is from --additional-config"),
-        ({"min_tokens": 100, "keep_ratio": 0.1}, "prune.min_tokens is from --additional-config"),
-    ],
-)
-def test_a_budget_that_a_block_makes_too_small_is_refused_where_anything_is_pruned(build, refusal, options, named):
-    name = next(iter(options))
-    assert refusal(**_options(**options), block_size=128) == (
-        f"prune.{name} is 100, less than prune.sink_tokens + prune.window_tokens + 128 = 164: give prune.{name} at "
-        f"least 164, or lower prune.window_tokens or prune.sink_tokens or --block-size ({named})"
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("given", [40, 52])  # below what the smallest block needs, and enough with that
+@pytest.mark.parametrize(("name", "more"), [("budget_tokens", {}), ("min_tokens", {"keep_ratio": 0.1})])
+def test_a_budget_that_a_block_makes_too_small_is_refused_with_what_that_block_needs(
+    build, refusal, block, given, name, more
+):
+    options = {name: given, **more}
+    assert refusal(**_options(**options), block_size=block) == (
+        f"prune.{name} is {given}, less than prune.sink_tokens + prune.window_tokens + {block} = {36 + block}: give "
+        f"prune.{name} at least {36 + block}, or lower prune.window_tokens or prune.sink_tokens or --block-size "
+        f"(prune.{name} is from --additional-config)"
     )
-    build(**_options(**options), block_size=16)
-    build(**_options(**{**options, "enabled": False}), block_size=128)
+
+
+def test_a_budget_that_no_block_makes_right_is_refused_even_where_nothing_is_pruned(build, refusal):
+    assert "+ a block: 52 with 16, 68 with" in refusal(**_options(budget_tokens=40, enabled=False))
+    build(**_options(budget_tokens=52), block_size=16)
+    build(**_options(budget_tokens=52, enabled=False), block_size=128)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_a_request_is_told_the_least_budget_of_the_servers_blocks(build, block):
+    config = build(block_size=block)
+    params = SimpleNamespace(extra_args={"kv_budget_tokens": 40}, prompt_logprobs=None)
+    with pytest.raises(ValueError, match=f"kv_budget_tokens is 40; allowed are integers of at least {36 + block}, "):
+        prune_request.refuse_wrong(config, params)
 
 
 def test_the_other_name_of_the_budget_is_named_where_it_is_too_small(monkeypatch, refusal):

@@ -108,7 +108,8 @@ def test_prompts_that_are_stored_inline_are_told_apart() -> None:
 
 def test_failures_that_the_worker_reports_are_counted() -> None:
     counts, run = replayed(failures=2, trace=[Arrival(0.0, 40, 3, 3)])
-    assert counts.counted == {"prune_scoring_failures": 2 * 3}
+    # With each token, and with the step in which the worker hears that the request has ended.
+    assert counts.counted == {"prune_scoring_failures": 2 * (3 + 1)}
 
 
 def test_a_request_that_is_preempted_is_observed_once_at_its_end() -> None:

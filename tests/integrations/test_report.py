@@ -16,10 +16,11 @@ from kvcompile.presets import MODULES, Module, compilation_config
 
 VERSION = f"kvcompile {kvcompile.__version__}: "
 KV8 = "kv8 (136 instead of 256 bytes per token and KV head, torch CPU operators)"
-FUSIONS = "norm_quant and swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse"
+NO_LINEARS = "without W4A8 linears no quantiser to fuse with"
+FUSIONS = f"norm_quant and swiglu_quant and rotary in VLLM_COMPILE, {NO_LINEARS}"
 SPLIT = "no attention_swap: graphs are split at attention, where its backend does the same"
 PASSES = f"passes ({FUSIONS}, {SPLIT})"
-NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "attention_swap": False}
+NO_PASSES = {"norm_quant": False, "swiglu_quant": False, "rotary": False, "attention_swap": False}
 OFFLOAD = "offload (offload.enabled=false)"
 NO_LINEAR = "linear (the checkpoint is not quantised)"
 TOO_SHORT = "which no prompt of up to 256 tokens is long enough for, unless it brings its own kv_budget_tokens"
@@ -98,7 +99,7 @@ def test_the_line_says_why_no_pass_runs(line, fields, why):
 
 def test_the_line_names_the_passes_that_are_on(line):
     said = line(additional_config={"kvcompile": {"passes.norm_quant": False}})
-    assert f"passes (swiglu_quant in VLLM_COMPILE, without W4A8 linears nothing to fuse, {SPLIT})" in said
+    assert f"passes (swiglu_quant and rotary in VLLM_COMPILE, {NO_LINEARS}, {SPLIT})" in said
 
 
 def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
@@ -112,7 +113,7 @@ def test_a_pass_that_is_switched_off_is_not_spoken_of(line):
     ids=["graph partition", "one graph"],
 )
 def test_where_the_graphs_hold_attention_the_swap_is_among_the_passes(line, fields):
-    every = "norm_quant and swiglu_quant and attention_swap in VLLM_COMPILE, without W4A8 linears nothing to fuse"
+    every = f"norm_quant and swiglu_quant and rotary and attention_swap in VLLM_COMPILE, {NO_LINEARS}"
     assert f"passes ({every}), {PRUNE}, {SCHEDULER};" in line(compilation_config=fields)
 
 
@@ -122,6 +123,34 @@ def test_the_swap_alone_is_active_where_the_graphs_hold_attention(line):
         additional_config={"kvcompile": {"passes": {**NO_PASSES, "attention_swap": True}}},
     )
     assert f"passes (attention_swap in VLLM_COMPILE), {PRUNE}, {SCHEDULER};" in said
+
+
+ROTARY_IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "vLLM's own kernel": (
+        {},
+        {"custom_ops": ["none", "+rotary_embedding"]},
+        "vLLM's own kernel is switched on (+rotary_embedding)",
+    ),
+    "every kernel of vLLM's": ({}, {"custom_ops": ["all"]}, "vLLM's own kernel is switched on (+rotary_embedding)"),
+    "a part of a head": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {},
+        "25% of each head is turned",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "fields", "why"), ROTARY_IDLE.values(), ids=ROTARY_IDLE)
+def test_the_line_says_why_rotary_embedding_stays_as_it_is(line, checkpoint, model, fields, why):
+    said = line(model=checkpoint(**model), compilation_config=fields)
+    assert f"passes (norm_quant and swiglu_quant in VLLM_COMPILE, {NO_LINEARS}, no rotary: {why}, {SPLIT})" in said
+
+
+@pytest.mark.parametrize(("model", "fields", "why"), ROTARY_IDLE.values(), ids=ROTARY_IDLE)
+def test_strict_has_nothing_against_rotary_alone_where_it_has_nothing_to_do(line, checkpoint, model, fields, why):
+    options = {"strict": True, "passes": {**NO_PASSES, "rotary": True}}
+    said = line(model=checkpoint(**model), compilation_config=fields, additional_config={"kvcompile": options})
+    assert f"not active: passes (no rotary: {why}), " in said
 
 
 def test_with_everything_off_the_line_says_that_nothing_is_active(line):

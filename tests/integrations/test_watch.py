@@ -92,7 +92,7 @@ def test_a_context_that_our_own_size_of_the_cache_has_no_room_for_is_compiled_an
     long = checkpoint(max_position_embeddings=1 << 24)
     assert _configured(monkeypatch, long).settings["max_model_len"] == 1 << 24
     assert "one request of 16777216 tokens needs" in _refused(long, MEMORY)
-    monkeypatch.setattr(watch.checks.current_platform, "mem_get_info", lambda *_: (0, 8 << 30))
+    monkeypatch.setattr(watch.checks_memory.current_platform, "mem_get_info", lambda *_: (0, 8 << 30))
     assert _configured(monkeypatch, long).startup_line
 
 

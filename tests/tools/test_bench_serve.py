@@ -75,7 +75,11 @@ def test_counted_weights_are_those_of_the_tensors() -> None:
     assert serve_memory.weight_bytes(config, "bf16") == 2 * linears + rest
     assert serve_memory.weight_bytes(config, "fp8") == linears + 4 * 7 * 32 + rest
     rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
-    assert serve_memory.weight_bytes(config, "w4a8") == linears // 2 + linears // 128 * 2 + 4 * rows + rest
+    saved = 128256 * (4096 - 2)  # the head is int8, a bf16 scale a row
+    assert serve_memory.weight_bytes(config, "w4a8") == linears // 2 + linears // 128 * 2 + 4 * rows + rest - saved
+    tied, norms = {**config, "tie_word_embeddings": True}, 2 * 65 * 4096 + 131072 * 128 * 2
+    embedding = 2 * 128256 * 4096
+    assert serve_memory.weight_bytes(tied, "w4a8") == linears // 2 + linears // 128 * 2 + 4 * rows + embedding + norms
     assert (2**30 * 26) // serve_memory.block_bytes(config, "auto") == 13312
     assert (2**30 * 26) // serve_memory.block_bytes(config, "int8_per_token_head") == 25817
 
@@ -101,6 +105,19 @@ def test_together_they_take_turns_run_by_run(fake: type[Fake]) -> None:
     assert [name for name, _ in timed] == ["vllm-bf16", "kvcompile/kv8"] * 4
     assert [what for _, what in timed[:4]] == [(8, 5, 4, 0), (8, 5, 4, 0), (8, 5, 4, 1), (8, 5, 4, 1)]
     assert [what for _, what in fake.asked[:2]] == ["start", "start"]
+
+
+def test_before_the_first_run_of_a_case_all_its_requests_have_run_together_shortly(fake: type[Fake]) -> None:
+    grid = ["--grid", "512:512,4096:512,16000:2048,9000:4:2", "--requests", "32", "--runs", "1"]
+    assert main(["bench", "serve", "llama-3.1-8b", *grid, "--systems", "vllm-bf16"]) == 0
+    asked = [what for _, what in fake.asked if not isinstance(what, str)]
+    assert [(prompt, output, requests) for prompt, output, requests, _ in asked] == [
+        *[(512, 16, 32), (512, 512, 32)],
+        *[(4096, 16, 16), (2048, 16, 32), (4096, 512, 32)],
+        *[(16000, 16, 4), (2048, 16, 32), (16000, 2048, 32)],
+        *[(9000, 4, 2), (9000, 4, 2)],
+    ]
+    assert len({(prompt, output, seed) for prompt, output, _, seed in asked}) == len(asked)  # other tokens each time
 
 
 def test_two_gpus_work_side_by_side_on_cores_of_their_own(

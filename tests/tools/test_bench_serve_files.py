@@ -12,7 +12,8 @@ from rich.console import Console
 from tests.tools.fake_served import Fake, install
 
 from kvcompile.cli import main
-from kvcompile.tools import bench_serve, model_shapes, record, serve_plot
+from kvcompile.passes import pipeline
+from kvcompile.tools import model_shapes, record, serve_plot
 
 GIVEN = ["bench", "serve", "llama-3.2-1b", "--grid", "8:5,16:3", "--requests", "4", "--runs", "2"]
 SYSTEMS = ["--systems", "vllm-bf16,kvcompile/kv8"]
@@ -86,7 +87,7 @@ def test_other_versions_do_not_take_up_what_one_has_left(
     fake.fails = "kvcompile/kv8"
     assert main(command) == 2
     monkeypatch.setattr(record, "versions", lambda: {"vllm": "0.24.0"})
-    monkeypatch.setattr(bench_serve, "source_hash", lambda *_: "of other files")
+    monkeypatch.setattr(pipeline, "source_hash", lambda *_: "of other files")
     assert main(command) == 2
     assert "made with another package, kvcompile; repeat" in capsys.readouterr().err
 
@@ -95,7 +96,7 @@ def test_the_code_that_measures_the_models_shape_and_the_environment_have_to_be_
     fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: set[str] = set()
-    monkeypatch.setattr(bench_serve, "source_hash", lambda *all_of: hashed.update(p.__name__ for p in all_of) or "x")
+    monkeypatch.setattr(pipeline, "source_hash", lambda *all_of: hashed.update(p.__name__ for p in all_of) or "x")
     shape, model = model_shapes.SHAPES["llama-3.2-1b"], tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(shape))

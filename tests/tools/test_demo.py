@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -70,6 +71,43 @@ def test_the_table_says_what_was_kept_of_the_document_and_what_came_free(
     assert row.split("\u2502")[2].split() == ["4,300"]
     assert row.split("\u2502")[3].split() == [kept]
     assert row.split("\u2502")[4].strip() == f"{free} blocks free"
+
+
+def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    console = Console(width=80, record=True)
+    demo._table(console, _Served(tmp_path, {"pruned_tokens": 2048, "prune_reclaimed_blocks": 16}), 4301)
+    rows = [line for line in console.export_text().splitlines() if line.startswith("\u2502")]
+    assert rows and all(line.rstrip().endswith("\u2502") for line in rows)
+
+
+class _Answering(_Served):
+    """A server that says `text`, whatever it is asked; remembers what that was."""
+
+    def __init__(self, model: Path, text: str) -> None:
+        super().__init__(model, {})
+        self.text, self.asked = text, {}
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked[path] = body
+        choice = {"text": self.text, "message": {"content": self.text}}
+        return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+
+
+def test_the_demo_asks_for_a_number_that_the_document_has_and_says_whether_the_answer_is_right(
+    smollm2_checkpoint: Path,
+) -> None:
+    asked = demo._hidden_number(smollm2_checkpoint)
+    assert len(asked.tokens) == demo.DOCUMENT_TOKENS and asked.fact.endswith(f" is {asked.number}.")
+    key = asked.question.removeprefix("What is the special magic number for ").partition(" ")[0]
+    assert f" for {key} is " in asked.fact and 0 < asked.at < demo.DOCUMENT_TOKENS
+    for text, verdict in ((f"It is {asked.number}.", "That is right."), ("7", f"That is wrong: it is {asked.number}.")):
+        console, server = Console(width=120, record=True), _Answering(smollm2_checkpoint, text)
+        assert demo._converse(console, server) == 7
+        said = console.export_text()
+        assert verdict in said and asked.question in " ".join(said.split())
+        assert server.asked["/v1/completions"]["prompt"] == asked.tokens
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

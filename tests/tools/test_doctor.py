@@ -10,7 +10,7 @@ import pytest
 from kvcompile import presets
 from kvcompile.cli import main
 from kvcompile.config import UsageError
-from kvcompile.tools import doctor
+from kvcompile.tools import doctor, doctor_probes
 from kvcompile.tools.doctor_finding import Finding
 
 FINE = Finding("Host", "memory", "ok", "8 GiB")
@@ -104,8 +104,10 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     assert rows == {
         "kv8.enabled": (False, "environment KVCOMPILE_KV8_ENABLED", "true or false"),
         "linear.enabled": (True, "default", "true or false"),
+        "linear.lm_head_int8": ("auto", "default", "one of auto, always, never"),
         "passes.norm_quant": (True, "default", "true or false"),
         "passes.swiglu_quant": (True, "default", "true or false"),
+        "passes.rotary": (True, "default", "true or false"),
         "passes.attention_swap": (True, "default", "true or false"),
         "scheduler.enabled": (True, "default", "true or false"),
         "scheduler.max_wait_batches": (2, "default", "a whole number, 1 <= value <= 1000000"),
@@ -119,22 +121,30 @@ def test_json_is_one_object_with_everything(monkeypatch, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("KVCOMPILE_NONSENSE", "1", "KVCOMPILE_NONSENSE"),
-        ("KVCOMPILE_CONFIG", "/no/such/file.toml", "/no/such/file.toml"),
-    ],
-)
-def test_a_wrong_configuration_is_a_problem_of_the_report(monkeypatch, capsys, variable, value, message):
+def test_a_wrong_configuration_is_a_problem_of_the_report(monkeypatch, capsys, tmp_path):
     _report(monkeypatch, FINE)
-    monkeypatch.setenv(variable, value)
+    (tmp_path / "mine.toml").write_text("prune.min_tokens = 40\n")
+    monkeypatch.setenv("KVCOMPILE_CONFIG", f"{tmp_path}/mine.toml")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["configuration"] is None
     assert [f["state"] for f in report["findings"]] == ["ok", "fail"]
-    assert message in report["findings"][1]["value"]
+    assert f"prune.min_tokens is from file {tmp_path}/mine.toml" in report["findings"][1]["value"]
     assert report["findings"][1]["remedy"]
+
+
+def test_wrong_variables_are_problems_each_in_a_line_and_everything_else_is_looked_at(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "everything", doctor_probes.environment)
+    for name, value in {"KEEP_RATIO": "7", "WINDOW_TOKENS": "x", "METHOD": "tova", "BUDGET_TOKENS": "40"}.items():
+        monkeypatch.setenv(f"KVCOMPILE_PRUNE_{name}", value)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "  fail  KVCOMPILE_PRUNE_KEEP_RATIO  prune.keep_ratio is 7.0: give a number, 0 < value <= 1, or" in out
+    assert "remedy: correct it, or unset KVCOMPILE_PRUNE_KEEP_RATIO: no server starts with it\n" in out
+    assert "  fail  KVCOMPILE_PRUNE_WINDOW_TOKENS  prune.window_tokens is 'x': give a whole number" in out
+    assert "  fail  KVCOMPILE_PRUNE_BUDGET_TOKENS  prune.budget_tokens is 40, less than prune.sink_tokens + " in out
+    assert "  ok    KVCOMPILE_PRUNE_METHOD  tova\n" in out and 'prune.method                      "tova"' in out
+    assert "\nModules\n" in out and out.endswith("3 problems would stop kvcompile from working\n")
 
 
 def test_asking_for_a_part_that_is_not_there_is_a_problem(monkeypatch, capsys):

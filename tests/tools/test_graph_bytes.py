@@ -10,6 +10,8 @@ import torch
 from tests.passes.graphs import trace
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+import kvcompile.ops.act_quant
+import kvcompile.ops.rotary  # noqa: F401  registers the operator
 from kvcompile.tools.graph_bytes import is_free, moved
 from kvcompile.tools.graph_node import token_symbol
 
@@ -69,6 +71,18 @@ def test_a_gather_reads_as_much_of_its_table_as_it_returns() -> None:
     module = trace(lambda x, table: look_up(aten.select(x, 1, 0), table), torch.zeros(7, 2).long(), torch.zeros(100))
     (node,) = module.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     assert moved(node, token_symbol(module.graph.nodes)) == {"token": 8 + 4 + 4, "constant": 0}
+
+
+def test_rotary_embedding_reads_one_row_of_its_table_for_each_position() -> None:
+    def turned(qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.kvcompile.rotary(qkv[:, :16], qkv[:, 16:24], positions, table)
+
+    table = torch.zeros(100, 8, dtype=torch.bfloat16)
+    module = trace(turned, _x(), torch.zeros(7, dtype=torch.int64), table)
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.rotary.default)
+    # The rows of the table are another symbol in this graph.
+    tokens = node.meta["val"][0].shape[0].node.expr
+    assert moved(node, tokens) == {"token": 2 * (16 + 8) * 2 + 8 + 8 * 2, "constant": 0}
 
 
 def test_a_buffer_that_is_not_filled_costs_nothing_and_is_not_read() -> None:

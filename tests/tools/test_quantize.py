@@ -62,7 +62,7 @@ def test_the_configuration_tells_vllm_all_and_keeps_what_was_there(tmp_path):
         "group_size": 128,
         "group_sizes": {"128": 128, "192": 64},
         "method": "search",
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": [],
     }
     assert written == sources.CONFIG
 

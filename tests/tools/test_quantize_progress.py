@@ -16,19 +16,44 @@ class _Clock:
         monkeypatch.setattr(quantize_progress.time, "monotonic", lambda: self.now)
 
 
-def test_the_time_left_follows_the_work_done_and_runs_down_in_between(monkeypatch):
+def _report(clock, estimate, seconds, units):
+    clock.now += seconds
+    estimate.advance(units)
+
+
+def test_there_is_no_estimate_from_what_loads_and_compiles_nor_from_next_to_nothing(monkeypatch):
     clock = _Clock(monkeypatch)
-    estimate = Estimate(10)
+    estimate = Estimate(1000)
     assert estimate.left() is None
-    clock.now += 6
-    estimate.advance(2)
-    assert estimate.left() == 24.0
-    clock.now += 4
-    assert estimate.left() == 20.0
-    clock.now += 2
-    estimate.advance(3)
-    assert estimate.left() == 12.0
+    _report(clock, estimate, 600, 50)  # a layer, and all that is to be loaded before it
+    assert estimate.left() is None
+    _report(clock, estimate, 1, 1)  # a norm
+    assert estimate.left() is None
+    _report(clock, estimate, 25, 50)
+    assert estimate.left() == 0.5 * 899
+
+
+def test_the_time_left_is_by_the_median_of_the_last_and_runs_down_by_one_of_them(monkeypatch):
+    clock = _Clock(monkeypatch)
+    estimate = Estimate(100)
+    for seconds in (50, 4, 4, 90, 4):  # one was held up
+        _report(clock, estimate, seconds, 1)
+    assert estimate.left() == 4 * 95
+    clock.now += 3
+    assert estimate.left() == 4 * 95 - 3
     clock.now += 100
+    assert estimate.left() == 4 * 94
+    for _ in range(30):
+        _report(clock, estimate, 2, 1)  # what is long ago says nothing of now
+    assert estimate.left() == 2 * 65
+
+
+def test_nothing_is_left_at_the_end(monkeypatch):
+    clock = _Clock(monkeypatch)
+    estimate = Estimate(3)
+    for _ in range(3):
+        _report(clock, estimate, 5, 1)
+    clock.now += 1
     assert estimate.left() == 0.0
 
 
@@ -42,7 +67,19 @@ def test_lines_are_few_and_have_the_time_left(monkeypatch, capsys):
             advance(1)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5
-    assert lines[0] == "quantize: writing shards: 10 %, 17 min 57 s left"
+    assert lines[0] == "quantize: writing shards: 10 %, 17 min 59 s left"
+
+
+def test_a_line_before_there_is_an_estimate_has_none(monkeypatch, capsys):
+    clock = _Clock(monkeypatch)
+    with progress("perplexity", 2) as advance:
+        for _ in range(2):
+            clock.now += 60
+            advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantize: perplexity: 50 %",
+        "quantize: perplexity: 100 %, 0 s left",
+    ]
 
 
 @pytest.mark.parametrize(
