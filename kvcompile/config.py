@@ -61,8 +61,8 @@ class LinearConfig(_Section):
     lm_head_int8: str = option(
         "auto",
         choices=("auto", "always", "never"),
-        doc="Serve the head of a W4A8 model in int8, unless it is tied or the checkpoint says to leave it: auto does on "
-        "a CPU, and on a GPU where it is faster, with --max-num-seqs of at most 64.",
+        doc="Serve the head of a W4A8 model in int8, unless it is tied or the checkpoint says to leave it: auto does "
+        "on a CPU, and on a GPU where it is faster, with --max-num-seqs of at most 64.",
     )
 
 
