@@ -187,7 +187,7 @@ def test_a_decoded_layer_takes_one_kernel_less_for_each_fused_site(counted: Engi
             print(f"    {count:g} {name[:110]}")
     on, off = (sum(per_layer[state].values()) for state in ("on", "off"))
     assert on == int(on) > 0 and off == int(off)
-    assert off - on >= 4  # two norms, SwiGLU, and key's rotary embedding
+    assert off - on >= 3  # two norms and SwiGLU; Inductor makes one kernel or two of the rotary embedding
 
 
 def test_vllms_own_fusion_of_attention_runs_in_front_and_changes_nothing(served: Engines, model: Path) -> None:
