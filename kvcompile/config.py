@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = (16, 32, 64, 128)  # that vLLM makes a KV block of, the fewest first
+LM_HEAD_INT8_ROWS = 64  # requests at once up to which an int8 head is faster on a GPU; `lm_head_choice` says by what
 MAX_TOKENS = 2**31 - 1  # vLLM keeps token counts in 32-bit integers
 
 

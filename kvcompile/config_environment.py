@@ -9,7 +9,7 @@ from kvcompile.config_sources import ALIASES, FILE_VARIABLE, environment_name, r
 
 
 def wrong_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Why in a line, by variable: those that are wrong each by itself, and those that others disagree with.
+    """Why in a line, by variable: those that are wrong each by itself, and the first that others disagree with.
 
     The variable that names a file is wrong if the file is.
     """

@@ -83,7 +83,8 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 // Returns when the kernels before this one have ended and what they wrote can be read. The compiler may move loads through
-// `const __restrict__` pointers to before it, above all where it is called under a condition: tests/ops/test_waits.py.
+// `const __restrict__` pointers to before it, above all where it is called under a condition: tests/ops/test_waits.py
+// looks at the machine code.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

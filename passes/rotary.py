@@ -202,7 +202,7 @@ def _replace(graph: Graph, group: Sequence[_Turned], order: Mapping[Node, int]) 
         raise Kept(f"of the parts of {source.name}, {len(group)} are turned, not query and key")
     if value(positions).dtype != torch.int64 or not value(table).is_contiguous():
         raise Misfit(f"positions are {value(positions).dtype}, and strides of the table {value(table).stride()}")
-    settled = table.op == positions.op == "placeholder" != source.op
+    settled = table.op == positions.op == "placeholder" != behind_views(source).op
     place = min((each.result for each in group), key=order.__getitem__)
     with graph.inserting_before(place):
         rows = [insert(graph, _aten.slice.Tensor, (source, 1, x.start, x.stop), place) for _, x, _ in group]

@@ -117,11 +117,14 @@ class Llama:
     def _follow(self, prompt: list[int], tokens: list[int], prefill: tuple) -> torch.Tensor:
         """The logits behind the prompt, and behind each of these tokens: [len(tokens) + 1, V]."""
         cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        first = self._forward(prompt, 0, cache, prefill=prefill)[-1:]
+        first = self._forward(prompt, 0, cache, prefill=prefill)
         return torch.cat([first, self._forward(tokens, len(prompt), cache)])
 
     def _forward(self, tokens: list[int], position: int, cache: list, prefill: tuple | None = None) -> torch.Tensor:
-        """Logits [len(tokens), V] of tokens behind what `cache` holds of each layer, which they join."""
+        """Logits [len(tokens), V] of tokens behind what `cache` holds of each layer, which they join.
+
+        prefill: of a prompt, how it is pruned; its logits are those of the last token, [1, V].
+        """
         w = self.weights
         x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
         positions = torch.arange(position, position + len(tokens))
@@ -150,6 +153,7 @@ class Llama:
             h = self._norm(x, w[f"{name}.post_attention_layernorm.weight"])
             gate, up = (F.linear(h, w[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
             x = x + F.linear(F.silu(gate) * up, w[f"{name}.mlp.down_proj.weight"])
+        x = x[-1:] if prefill else x
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         return F.linear(self._norm(x, w["model.norm.weight"]), head)
 

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvcompile.config import UsageError
+from kvcompile.config import LM_HEAD_INT8_ROWS, UsageError
 from kvcompile.llama_values import MODEL_TYPES
 from kvcompile.tools import (
     engine_process,
@@ -54,13 +54,21 @@ def run(args: argparse.Namespace) -> int:
     with engine_process.scratch("serve", args.json.parent if args.json else None) as scratch:
         serving = _serving(args, cases, names, scratch)
         for gpu, own in shares.items():
-            held = {n: serve_memory.weight_bytes(serving.config, SYSTEMS[n].weights) + serving.kv[n] for n in own}
+            held = {
+                n: serve_memory.weight_bytes(serving.config, SYSTEMS[n].weights, _int8_head(args)) + serving.kv[n]
+                for n in own
+            }
             serve_memory.check_fit(held, args.together, gpu)
         serving.results = results = _results(args, serving.config)
         with _progress(len(cases) * len(names) * args.runs, results.kept) as results.told:
             serving.serve({gpu: own for gpu, own in shares.items() if own})
     _report(args, cases, names, results)
     return 0
+
+
+def _int8_head(args: argparse.Namespace) -> bool:
+    """Whether a server of these options would serve the head of W4A8 weights in int8 by itself."""
+    return args.max_num_seqs <= LM_HEAD_INT8_ROWS
 
 
 def grid(text: str, requests: int) -> list[Case]:
@@ -92,7 +100,8 @@ def _serving(args: argparse.Namespace, cases: list[Case], names: list[str], scra
         )
     refuse_other_values(config, file, tuple(MODEL_TYPES))
     tokens = max(case.prompt + case.output for case in cases)
-    kv = {name: serve_memory.kv_bytes(name, config, args.total_gib, args.kv_gib, tokens) for name in names}
+    int8_head = _int8_head(args)
+    kv = {name: serve_memory.kv_bytes(name, config, args.total_gib, args.kv_gib, tokens, int8_head) for name in names}
     common = {
         **engine_process.model_arguments(model),
         "gpu_memory_utilization": 0.05,  # of the GPU has to be free at the start, where other engines may be
@@ -102,10 +111,14 @@ def _serving(args: argparse.Namespace, cases: list[Case], names: list[str], scra
         "enable_prefix_caching": False,
     }
     arguments = {
-        name: {**common, "kv_cache_memory_bytes": kv[name], **serve_systems.arguments_of(name, args.host_gib)}
+        name: {
+            **common,
+            "kv_cache_memory_bytes": kv[name],
+            **serve_systems.arguments_of(name, args.host_gib, int8_head),
+        }
         for name in names
     }
-    return Serving(model, config, cases, args.runs, args.together, arguments, kv, logs=scratch)
+    return Serving(model, config, cases, args.runs, args.together, arguments, kv, scratch, int8_head)
 
 
 def _results(args: argparse.Namespace, config: Mapping[str, Any]) -> Results:

@@ -83,7 +83,7 @@ def _stored(args: argparse.Namespace) -> tuple[dict[str, list[float]], Kept]:
         return found.tolist()
 
     kept, found = evaluate_state.opened(args), []
-    step = _TOGETHER * WINDOW
+    step = _TOGETHER * WINDOW if args.json else len(tokens)  # the layers are made once for each step
     for begin in range(0, len(tokens) - WINDOW + 1, step):
         some = tokens[begin : begin + step]
         found += kept.of(some, partial(nats, some))

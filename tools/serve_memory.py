@@ -29,18 +29,18 @@ _ITEM_BYTES = {"auto": _BF16, "fp8": 1, "int8_per_token_head": 1}
 _SCALE_BYTES = {"int8_per_token_head": 4}  # of each token and KV head, for keys and values each
 
 
-def weight_bytes(config: Mapping[str, Any], weights: str) -> int:
+def weight_bytes(config: Mapping[str, Any], weights: str, int8_head: bool = True) -> int:
     """Bytes of a model's parameters and buffers. config: its config.json; weights: "bf16", "fp8" or "w4a8".
 
     Norms and embeddings stay bf16 in all, as does the one table of rotary sines and cosines; so does the head, but for
-    "w4a8", where one of its own (not the embedding) is int8.
+    "w4a8" with `int8_head`, where one of its own (not the embedding) is int8.
     """
     count = {"bf16": _bf16, "fp8": _fp8, "w4a8": _w4a8}[weights]
 
     def held(tensor: Expected) -> int:
         if tensor.linear:
             return count(*tensor.shape)
-        int8 = weights == "w4a8" and tensor.name == "lm_head.weight"
+        int8 = int8_head and weights == "w4a8" and tensor.name == "lm_head.weight"
         return _int8_head(*tensor.shape) if int8 else _plain(tensor)
 
     tensors = sum(map(held, expected(config, "config.json")))
@@ -54,13 +54,20 @@ def block_bytes(config: Mapping[str, Any], cache: str) -> int:
     return 2 * config["num_hidden_layers"] * _kv_heads(config) * BLOCK_SIZE * per_head
 
 
-def kv_bytes(name: str, config: Mapping[str, Any], total_gib: float | None, kv_gib: float | None, tokens: int) -> int:
+def kv_bytes(
+    name: str,
+    config: Mapping[str, Any],
+    total_gib: float | None,
+    kv_gib: float | None,
+    tokens: int,
+    int8_head: bool = True,
+) -> int:
     """KV cache of a system: `kv_gib`, or what its weights leave of `total_gib`.
 
     Raises UsageError if it does not hold one request of `tokens` tokens.
     """
     system = SYSTEMS[name]
-    weights, block = weight_bytes(config, system.weights), block_bytes(config, system.cache)
+    weights, block = weight_bytes(config, system.weights, int8_head), block_bytes(config, system.cache)
     given = int(kv_gib * GIB) if kv_gib is not None else int(total_gib * GIB) - weights
     need = (-(-tokens // BLOCK_SIZE) + 1) * block  # one block stands for "none"
     if given < need:
@@ -88,11 +95,13 @@ def check_fit(held: Mapping[str, int], together: bool, gpu: Gpu) -> None:
         )
 
 
-def check_loaded(name: str, config: Mapping[str, Any], facts: Mapping[str, Any], kv: int) -> None:
+def check_loaded(
+    name: str, config: Mapping[str, Any], facts: Mapping[str, Any], kv: int, int8_head: bool = True
+) -> None:
     """Raise UsageError if an engine holds other weights or another cache than it was counted to."""
     system = SYSTEMS[name]
     counted = {
-        "weights": (weight_bytes(config, system.weights), facts["weight_bytes"]),
+        "weights": (weight_bytes(config, system.weights, int8_head), facts["weight_bytes"]),
         "KV blocks": (kv // block_bytes(config, system.cache), facts["blocks"]),
     }
     for what, (before, found) in counted.items():

@@ -44,6 +44,7 @@ class Serving:
     arguments: Mapping[str, dict[str, Any]]
     kv: Mapping[str, int]
     logs: Path
+    int8_head: bool = True  # of W4A8 weights
     results: Results = field(default_factory=Results)
     _engines: list[Served] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,8 +72,9 @@ class Serving:
             for engine in engines:
                 facts = engine.facts()
                 serve_systems.check_facts(engine.name, facts)
-                serve_memory.check_loaded(engine.name, self.config, facts, self.kv[engine.name])
-                self.results.add_facts(engine.name, {**facts, "gpu": gpu.index, "kv_bytes": self.kv[engine.name]})
+                own = self.kv[engine.name]
+                serve_memory.check_loaded(engine.name, self.config, facts, own, self.int8_head)
+                self.results.add_facts(engine.name, {**facts, "gpu": gpu.index, "kv_bytes": own})
             for case in self.cases:
                 self._serve_case(case, engines)
             for engine in engines:

@@ -54,8 +54,6 @@ def _ours(*parts: str, **prune: Any) -> System:
     options: dict[str, Any] = {part: {"enabled": part in parts} for part in _PARTS}
     options["prune"] |= prune
     quantised, kv8 = "linear" in parts, "kv8" in parts
-    # As `serve_memory` counts it, and as it is by itself with the default --max-num-seqs.
-    options["linear"]["lm_head_int8"] = "always" if quantised else "never"
     options["passes"] = {"norm_quant": quantised, "swiglu_quant": quantised, "rotary": kv8, "attention_swap": kv8}
     expected = {
         **_STOCK,
@@ -120,9 +118,11 @@ def chosen(text: str | None, capability: tuple[int, int]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def arguments_of(name: str, host_gib: int) -> dict[str, Any]:
-    """Fields of LLM for this system alone. host_gib: of host memory, where it offloads to it."""
+def arguments_of(name: str, host_gib: int, int8_head: bool = True) -> dict[str, Any]:
+    """Fields of LLM for this system alone. host_gib: of host memory, where it offloads to it. int8_head: of W4A8."""
     arguments = copy.deepcopy(SYSTEMS[name].arguments)
+    if SYSTEMS[name].weights == "w4a8":
+        arguments["additional_config"][NAME]["linear"]["lm_head_int8"] = "always" if int8_head else "never"
     if "kv_offloading_backend" in arguments:
         arguments["kv_offloading_size"] = host_gib
     if name == "kvcompile/offload":

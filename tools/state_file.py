@@ -36,7 +36,8 @@ class StateFile:
         line = (json.dumps(entry) + "\n").encode()
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
-            os.write(file, line)  # by one call, so that no other's line comes between
+            if os.write(file, line) < len(line):  # by one call, so that no other's line comes between
+                raise UsageError(f"{self.path}: the disk is full; make room, and repeat the command as it was")
         finally:
             os.close(file)
 

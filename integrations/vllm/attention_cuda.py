@@ -33,6 +33,7 @@ class KV8Metadata:
     [decodes, columns] are the runner's persistent buffers and `plan` (see plan.cu) the builder's, so that a CUDA graph
     finds the next step's contents in them. `jobs`: rows, of either kind, whose prompt is to be pruned; for them
     `starts` int32 [R + 1], first tokens of all rows, on the CPU, and `rows` int32 [R, columns], the block table.
+    `settled`: there are decodes alone, and none reads what another one stores in this step; see `kv8_decode`.
     """
 
     num_tokens: int
@@ -44,6 +45,7 @@ class KV8Metadata:
     prompts: Prompts | None
     starts: torch.Tensor
     rows: torch.Tensor
+    settled: bool
     jobs: dict[int, Job] = field(default_factory=dict)
 
 
@@ -66,6 +68,8 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
         self.offsets = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.first_page = torch.zeros(rows, dtype=torch.int32, device=device)
         self.workspace_tokens = attention_prefill.workspace_tokens(kv_heads, head_size)
+        # With a prefix cache a row may have found, in this very step and anywhere, a page that another row fills in it.
+        self.rows_share = vllm_config.cache_config.enable_prefix_caching
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -89,6 +93,7 @@ class KV8MetadataBuilder(AttentionMetadataBuilder[KV8Metadata]):
             else None,
             starts=common.query_start_loc_cpu,
             rows=common.block_table_tensor,
+            settled=not (self.rows_share or prompts),
         )
 
 
@@ -120,10 +125,7 @@ class KV8Impl(KV8ImplBase[KV8Metadata]):
         m = attn_metadata
         kv8_store(key, value, kv_cache, m.slot_mapping)
         if n := m.decodes:
-            # Rows of one token store it in their last page, and no other row has that page but as its last but one.
-            # Prompts store pages that a row of the same step may have found cached anywhere.
-            settled = m.prompts is None
-            kv8_decode(query[:n], kv_cache, m.block_table, m.seq_lens, output[:n], self.scale, m.plan, settled)
+            kv8_decode(query[:n], kv_cache, m.block_table, m.seq_lens, output[:n], self.scale, m.plan, m.settled)
         if m.prompts is not None:
             new = slice(n, m.num_tokens)
             attention_prefill.attend(

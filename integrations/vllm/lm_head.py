@@ -66,15 +66,15 @@ class Int8HeadMethod(QuantizeMethodBase):
         return y if bias is None else y + bias
 
 
-def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(weight: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """weight: [N, K] of a float type. Returns codes, int8 [N, K] in -127 to 127, and scales, [N] of weight's dtype.
 
     weight is codes * scales[:, None], give or take scales / 2. A row of zeros has scale 1. Raises ValueError, naming
-    the first row, where a value is not finite.
+    the first row, where a value is not finite. first: the number of the first row.
     """
     largest = weight.abs().amax(1).float()
     if not (finite := largest.isfinite()).all():
-        raise ValueError(f"weight is not finite in row {int((~finite).nonzero()[0])}")
+        raise ValueError(f"weight is not finite in row {first + int((~finite).nonzero()[0])} of this rank")
     scales = (largest * (1 / 127)).to(weight.dtype)  # a division torch rounds in another way on a GPU
     # Below the normal numbers of a dtype the nearest may be so much less that 127 of it fall short: the next does not.
     bits = scales.view(torch.int16 if scales.itemsize == 2 else torch.int32)
@@ -157,7 +157,4 @@ def _blocks(weight: torch.Tensor) -> list[slice]:
 
 
 def _quantised(weight: torch.Tensor, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    try:
-        return quantise_rows(weight[some])
-    except ValueError as error:
-        raise ValueError(f"in rows {some.start} to {some.stop - 1}: {error}") from None
+    return quantise_rows(weight[some], some.start)

@@ -124,7 +124,9 @@ class OffloadControl:
 
     def heard(self, word: Word) -> tuple[list[Load], list[Load], int]:
         """Loads that have ended well, those that have not, and how many blocks have come back."""
-        freed = sum(map(self._end_store, self.transfers.stores_ended(word)))
+        # The last pages first, as vLLM frees them: what is freed first is taken first, and no hit gets past a gap.
+        stores = sorted(self.transfers.stores_ended(word), key=lambda store: store.copy.page, reverse=True)
+        freed = sum(map(self._end_store, stores))
         good, bad = [], []
         for load in self.transfers.loads_ended(word):
             if load.aside:  # its request has gone on without it
@@ -199,7 +201,7 @@ class OffloadControl:
         self.books.drop_prefixes()
         self.prefix.forget()
         for load in self.transfers.void():
-            if load.prefix_hits is not None:  # of a restore that has just been counted
+            if load.prefix_hits is not None:  # restores, which have none, have just been counted
                 self._fell_back(Reason.RESET)
 
     def pins(self) -> Iterable[int]:

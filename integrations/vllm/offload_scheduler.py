@@ -202,8 +202,9 @@ class Offloading(Counting):
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Nothing on the host is used any more, whether or not the device's cache can be reset.
 
-        With reset_running_requests it always can: vLLM raises RuntimeError where a request is being loaded, here it is
-        computed again at once, and blocks that copies still read or write stay out of the pool until they have ended.
+        With reset_running_requests it can (but, as in vLLM, not while a streaming session waits for its next input):
+        vLLM raises RuntimeError where a request is being loaded, here it is computed again at once, and blocks that
+        copies still read or write stay out of the pool until they have ended.
         Without, it is False as long as any request holds blocks, one that is being loaded too: that is computed again.
         """
         self.offload.forget_all()

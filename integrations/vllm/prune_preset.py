@@ -57,6 +57,7 @@ def settle(config: VllmConfig, resolved: Resolved, notes: dict[str, str]) -> Non
         return
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls not in (None, SCHEDULER):
+        resolved.refuse_small_budget(None)
         notes["prune"] = "--scheduler-cls given"
     else:
         try:

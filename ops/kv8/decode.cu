@@ -10,13 +10,13 @@
 // sum in `partial_stats`: two places a block, as its first row and its last may go on in others.
 //
 // `settled`: the kernel before this on the stream writes nothing that is read here but q and, of a row's pages, its last
-// two. Whatever else is read is then read before that kernel has ended, 4 tiles of the block included. It is complete: as
+// two. Whatever else is read is then read before that kernel has ended, STAGES tiles of the block included. It is complete: as
 // any kernel here, the one before waits for its own predecessors (griddepcontrol.wait, or a launch that is not
 // programmatic) before it lets this one start (launch_dependents, or its end), so that all of them have ended by now and
 // what they wrote can be seen; that only this one kernel is still running needs no more of the kernels further back.
-// Two pages and not one: a row's newest token is in its last. A row that shares a page that another row fills with its own
-// newest token in this very step (vLLM counts a block as cached once that is scheduled) can have but the token behind that
-// page as its own, and that page is the last but one.
+// A row's newest token is in its last page; one page more is left for a store of two tokens a row. It does not hold where
+// rows share pages: vLLM counts a block as cached once its last token is scheduled, so that a row may have found a page,
+// anywhere in front of pages that were cached before, which another row fills in this very step.
 //
 // Defines: D head size, DTYPE of q and out (0 bf16, 1 fp16), HEADS (KV heads of the cache), GROUP (of them in a block),
 // RATIO (query heads of a KV head), BS (tokens of a page), SHARING, STAGES (tiles in shared memory).

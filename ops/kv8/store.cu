@@ -3,7 +3,7 @@
 //
 //   scale = max(max|x| / 127, SCALE_FLOOR)    data = round_half_even(x / scale)
 //
-// A vector that is not finite gets that scale, and zeros.
+// A vector that is not finite gets a scale of NaN, and zeros.
 //
 // Defines: D head size, DTYPE of key and value (0 bf16, 1 fp16), BS tokens of a page.
 

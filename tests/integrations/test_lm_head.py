@@ -239,6 +239,9 @@ def test_on_a_gpu_that_serves_many_requests_at_once_the_head_is_int8_only_if_alw
     for asked, expected in {"auto": why, "always": None, "never": "linear.lm_head_int8=never"}.items():
         config.additional_config = {"kvcompile": {"linear": {"lm_head_int8": asked}}}
         assert lm_head_choice.why_not(config, quantisation, 4096) == expected
+    config.additional_config = {"kvcompile": {"linear": {"lm_head_int8": "always"}}}
+    with pytest.raises(UsageError, match="always, which cannot be: hidden size 576, .*; set auto or never"):
+        lm_head_choice.why_not(config, quantisation, 576)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -283,7 +286,7 @@ def test_a_weight_that_is_not_finite_is_refused_with_the_row():
     with pytest.raises(UsageError) as caught:
         finish(_head(weight))
     assert str(caught.value) == (
-        "layer lm_head: in rows 0 to 319: weight is not finite in row 7; the checkpoint is damaged, make it anew"
+        "layer lm_head: weight is not finite in row 7 of this rank; the checkpoint is damaged, make it anew"
     )
 
 

@@ -172,7 +172,8 @@ def test_a_budget_that_a_block_makes_too_small_is_refused_with_what_that_block_n
 
 
 def test_a_budget_that_no_block_makes_right_is_refused_even_where_nothing_is_pruned(build, refusal):
-    assert "+ a block: 52 with 16, 68 with" in refusal(**_options(budget_tokens=40, enabled=False))
+    for fields in (_options(budget_tokens=40, enabled=False), {**_options(budget_tokens=40), "scheduler_cls": "a.B"}):
+        assert "+ a block: 52 with 16, 68 with" in refusal(**fields)
     build(**_options(budget_tokens=52), block_size=16)
     build(**_options(budget_tokens=52, enabled=False), block_size=128)
 

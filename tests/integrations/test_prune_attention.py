@@ -46,11 +46,12 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(attention_prefill, "attend", lambda *_: None)
     monkeypatch.setattr(attention_cuda, "kv8_decode", lambda *_: None)
     builder = object.__new__(attention_cuda.KV8MetadataBuilder)
-    builder.__dict__.update(block_size=16, workspace_tokens=4096, offsets=None, first_page=None)
+    builder.__dict__.update(block_size=16, workspace_tokens=4096, offsets=None, first_page=None, rows_share=True)
     heads = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "int8_per_token_head"}
     impl = attention_cuda.KV8Impl(4, 64, 0.5, 2, **heads)
 
-    def run(batch: Batch, jobs: dict[int, Job]) -> None:
+    def run(batch: Batch, jobs: dict[int, Job], prefix_caching: bool = True) -> None:
+        builder.rows_share = prefix_caching
         metadata = builder.build(0, common(batch, "cpu").replace(slot_mapping=slots(batch)))
         attach([metadata, metadata], jobs)
         keys, values = new_tokens(batch)
@@ -95,11 +96,12 @@ def test_of_a_prompt_that_is_stored_inline_no_token_is_stored_as_it_comes(forwar
     assert torch.equal(batch.cache, wanted)
 
 
-def test_pages_are_read_while_a_step_still_stores_only_if_it_has_no_prompt(
+def test_pages_are_read_while_a_step_still_stores_only_where_no_other_row_may_store_them(
     forward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled = []
     monkeypatch.setattr(attention_cuda, "kv8_decode", lambda *arguments: settled.append(arguments[-1]))
-    forward(make_batch([(30, 1), (79, 1)]), {})
-    forward(make_batch([(30, 1), (0, 40)]), {})
-    assert settled == [True, False]
+    forward(make_batch([(30, 1), (79, 1)]), {}, prefix_caching=False)
+    forward(make_batch([(30, 1), (79, 1)]), {}, prefix_caching=True)
+    forward(make_batch([(30, 1), (0, 40)]), {}, prefix_caching=False)
+    assert settled == [True, False, False]

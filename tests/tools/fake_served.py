@@ -38,7 +38,9 @@ class Fake:
         system = SYSTEMS[self.name]
         own = {
             **dict.fromkeys(FACTS, 0),
-            "weight_bytes": serve_memory.weight_bytes(self.config, system.weights),
+            "weight_bytes": serve_memory.weight_bytes(
+                self.config, system.weights, self.arguments[self.name]["max_num_seqs"] <= 64
+            ),
             "blocks": self.arguments[self.name]["kv_cache_memory_bytes"]
             // serve_memory.block_bytes(self.config, system.cache),
         }

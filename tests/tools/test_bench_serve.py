@@ -84,6 +84,17 @@ def test_counted_weights_are_those_of_the_tensors() -> None:
     assert (2**30 * 26) // serve_memory.block_bytes(config, "int8_per_token_head") == 25817
 
 
+def test_the_head_of_w4a8_is_what_a_server_of_as_many_requests_has(fake: type[Fake]) -> None:
+    cache = {}
+    for most, asked in ((64, "always"), (65, "never")):
+        options = ["--systems", "kvcompile", "--max-num-seqs", str(most), "--total-gib", "10"]
+        assert main(["bench", "serve", "llama-3.1-8b", *ARGUMENTS[3:], *options]) == 0
+        given = fake.arguments["kvcompile"]
+        assert given["additional_config"]["kvcompile"]["linear"]["lm_head_int8"] == asked
+        cache[asked] = given["kv_cache_memory_bytes"]
+    assert cache["always"] - cache["never"] == 128256 * (4096 - 2)
+
+
 def test_each_part_alone_switches_every_other_off() -> None:
     for name, part in {"kv8": "kv8", "w4a8": "linear", "scheduler": "scheduler"}.items():
         options = SYSTEMS[f"kvcompile/{name}"].arguments["additional_config"]["kvcompile"]

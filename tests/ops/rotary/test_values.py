@@ -94,11 +94,6 @@ def test_no_tokens_give_none() -> None:
     assert (query.shape, key.shape) == ((0, 256), (0, 128))
 
 
-def test_settled_changes_nothing_that_is_computed() -> None:
-    heads = make_heads(9, 4, 2, 64, torch.bfloat16)
-    assert all(torch.equal(x, y) for x, y in zip(rotary(*heads), rotary(*heads, settled=True), strict=True))
-
-
 def test_a_head_that_is_not_finite_spoils_no_other() -> None:
     heads = make_heads(3, 4, 2, 8, torch.float32)
     heads.query[1, 8], heads.key[2, 9] = float("nan"), float("inf")
