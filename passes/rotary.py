@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import kvcompile.ops.rotary  # noqa: F401  registers the operator
 from kvcompile.ops.act_quant.checks import DTYPES
@@ -222,6 +223,9 @@ def _check(turned: _Turned) -> None:
         raise Kept(f"{source.name} is no part of a projection: it is computed where it is turned")
     if value(source).dim() != 2 or number * size != stop - start or value(source).stride(-1) != 1:
         raise Misfit(f"{number} heads of {size} are channels {start}:{stop} of {source.name}, a view of other heads")
+    (tokens, *_), (rows, columns) = value(source).shape, value(turned.angles).shape
+    if columns != size or statically_known_true(rows != tokens):  # what only broadcasts is something else
+        raise Misfit(f"angles are {columns} wide for heads of {size}, or not one row of the table for each token")
     dtypes = {value(node).dtype for node in (source, turned.angles, turned.result)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES.get(value(source).device.type, ())):
         raise Misfit(f"dtypes are {', '.join(sorted(map(str, dtypes)))} on {value(source).device}")

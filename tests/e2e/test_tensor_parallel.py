@@ -15,7 +15,7 @@ from tests.e2e.w4a8_model import LAYERS, logprobs, write_plain, write_quantised
 from tests.engine import run_python
 
 SERVE = """
-    import json, sys
+    import json, os, sys
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from kvcompile.presets import compilation_config
@@ -41,7 +41,9 @@ SERVE = """
         values = [given[t].logprob for given, t in zip(scored, tokens[1:], strict=True)]
         print("SCORED", json.dumps([list(tokens), values]), flush=True)
     # Not left to the end of the interpreter, which a thread of vLLM's does not survive if the engine takes its time.
+    # And no such end at all: on a busy host another thread made it fail ("terminate called without an exception").
     llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
 """
 INTERMEDIATE = 512  # of which each rank has whole groups
 

@@ -247,12 +247,33 @@ def _signs_swapped(positions, query, key, table):
     return tuple(torch.cat((a * cos + b * sin, b * cos - a * sin), 2).flatten(1) for a, b in halves)
 
 
+def _with_angles(rows: Callable[..., torch.Tensor]) -> Callable[..., Pair]:
+    def form(positions, query, key, table):
+        cos, sin = rows(positions, table).unsqueeze(1).chunk(2, -1)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            a, b = x.view(-1, x.shape[1] // SIZE, SIZE).chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).view(x.shape)
+
+        return turned(query), turned(key)
+
+    return form
+
+
 MISFITS: dict[str, tuple[Callable[..., Any], str]] = {
     "fp32": (layer(_in_fp32), "index: what is multiplied with these rows of a table is turned in no form"),
     "backwards": (layer(_signs_swapped), "index: what is multiplied with these rows of a table is turned in no form"),
     "positions of 32 bits": (
         lambda p, x, w, t: layer()(p.int(), x, w, t),
         "cat: positions are torch.int32, and strides of the table (16, 1)",
+    ),
+    "one row of the table for all tokens": (
+        layer(_with_angles(lambda p, t: t[p[:1]])),
+        "cat: angles are 16 wide for heads of 16, or not one row of the table for each token",
+    ),
+    "one angle for a whole head": (
+        layer(_with_angles(lambda p, t: t[:, :2].contiguous()[p])),
+        "cat: angles are 2 wide for heads of 16, or not one row of the table for each token",
     ),
     "a table by columns": (
         lambda p, x, w, t: layer()(p, x, w, t.t().contiguous().t()),

@@ -124,7 +124,7 @@ def test_a_command_that_came_to_no_run_does_not_stand_in_the_way_of_another(fake
     assert {name for name, _ in fake.asked} == {"kvcompile/kv8"}  # what the second has left is taken up
 
 
-@pytest.mark.parametrize("text", ["", "x\n", "[]\n", '{"identity": 3}\n', '{"identity": {}}\n{"run": {}}\n'])
+@pytest.mark.parametrize("text", ["x\n", "[]\n", '{"identity": 3}\n', '{"identity": {}}\n{"run": {}}\n'])
 def test_a_file_of_something_else_is_told(
     fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
