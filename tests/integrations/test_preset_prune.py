@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvcompile.config import UsageError, resolve
@@ -182,7 +183,9 @@ def test_a_budget_that_no_block_makes_right_is_refused_even_where_nothing_is_pru
 def test_a_request_is_told_the_least_budget_of_the_servers_blocks(build, block):
     config = build(block_size=block)
     params = SimpleNamespace(extra_args={"kv_budget_tokens": 40}, prompt_logprobs=None)
-    with pytest.raises(ValueError, match=f"kv_budget_tokens is 40; allowed are integers of at least {36 + block}, "):
+    with pytest.raises(
+        VLLMValidationError, match=f"kv_budget_tokens is 40; allowed are integers of at least {36 + block}, "
+    ):
         prune_request.refuse_wrong(config, params)
 
 
