@@ -158,11 +158,13 @@ def test_the_builder_divides_a_step_into_decodes_and_prompts(
     planned = []
     monkeypatch.setattr(cuda, "plan_into", lambda *arguments: planned.append(arguments))
     builder = object.__new__(attention_cuda.KV8MetadataBuilder)
-    builder.__dict__.update(block_size=16, workspace_tokens=4096, offsets="offsets", first_page="first page")
+    memory = {"offsets": "offsets", "first_page": "first page"}
+    builder.__dict__.update(block_size=16, workspace_tokens=4096, rows_share=False, **memory)
     batch = make_batch(rows)
     given = common(batch, "cpu")
     found = builder.build(0, given)
     assert (found.decodes, found.num_tokens) == (decodes, len(batch.query))
+    assert found.settled == (prompts == 0)
     assert (found.prompts.starts.shape[0] - 1 if found.prompts else 0) == prompts
     assert found.slot_mapping.shape == (len(batch.query),)
     # Of all rows, for prompts that are to be pruned: where they begin is known without waiting for the device.
