@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         serving = _serving(args, cases, names, scratch)
         for gpu, own in shares.items():
             held = {
-                n: serve_memory.weight_bytes(serving.config, SYSTEMS[n].weights, _int8_head(args)) + serving.kv[n]
+                n: serve_memory.weight_bytes(serving.config, SYSTEMS[n].weights, serving.int8_head) + serving.kv[n]
                 for n in own
             }
             serve_memory.check_fit(held, args.together, gpu)
@@ -64,11 +64,6 @@ def run(args: argparse.Namespace) -> int:
             serving.serve({gpu: own for gpu, own in shares.items() if own})
     _report(args, cases, names, results)
     return 0
-
-
-def _int8_head(args: argparse.Namespace) -> bool:
-    """Whether a server of these options would serve the head of W4A8 weights in int8 by itself."""
-    return args.max_num_seqs <= LM_HEAD_INT8_ROWS
 
 
 def grid(text: str, requests: int) -> list[Case]:
@@ -100,7 +95,7 @@ def _serving(args: argparse.Namespace, cases: list[Case], names: list[str], scra
         )
     refuse_other_values(config, file, tuple(MODEL_TYPES))
     tokens = max(case.prompt + case.output for case in cases)
-    int8_head = _int8_head(args)
+    int8_head = args.max_num_seqs <= LM_HEAD_INT8_ROWS  # as a server of these options has it by itself
     kv = {name: serve_memory.kv_bytes(name, config, args.total_gib, args.kv_gib, tokens, int8_head) for name in names}
     common = {
         **engine_process.model_arguments(model),

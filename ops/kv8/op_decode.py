@@ -36,7 +36,7 @@ def kv8_decode(
     plan: what `plan_decode` returned for these very block_table and seq_lens, or None.
     settled: the kernel before this on the stream, kv8_store for one, writes of the cache nothing but what lies in the
         last two blocks of a row, and neither block_table, seq_lens nor the plan, which is to be given: on a GPU the
-        rest is read while that kernel still runs. Not so where a prompt is stored that a row shares blocks with.
+        rest is read while that kernel still runs. Not so where rows may share blocks (a prefix cache).
 
     Products in fp16 with fp32 sums, the softmax in fp32 (decode.cu); fp32 throughout on a CPU.
 

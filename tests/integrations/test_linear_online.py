@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
 
 from kvcompile.config import UsageError
 from kvcompile.ops.w4a8 import quantize, unpack
-from tests.integrations.w4a8_layers import HEAD, PARTS, SHARDS, config_of, finish, layer_of, load, rank, weights
+from tests.integrations.w4a8_layers import (
+    HEAD,
+    PARTS,
+    SHARDS,
+    LargestFloats,
+    config_of,
+    finish,
+    layer_of,
+    load,
+    rank,
+    weights,
+)
 
 SIZES = [4 * HEAD, 2 * HEAD, 2 * HEAD]
 PARAMETERS = {"tiles", "group_params", "channel_scales"}
@@ -130,19 +140,8 @@ def test_the_memory_that_quantising_takes_does_not_grow_with_the_layer(monkeypat
     monkeypatch.setattr("kvcompile.integrations.vllm.linear._ELEMENTS_AT_ONCE", 64 * 256)
     (weight,) = weights("down_proj", 256, [4096]).values()
 
-    class Largest(TorchDispatchMode):
-        """The largest floating-point tensor that an operation makes, in elements."""
-
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-                self.seen = max(self.seen, result.numel())
-            return result
-
     with rank(0, 1):
         layer = layer_of("down_proj", 256, [4096], config_of(256, None))
-        with Largest() as largest:
+        with LargestFloats() as largest:
             load(layer, "down_proj", {"down_proj": {"weight": weight}})
     assert 0 < largest.seen <= 64 * 256

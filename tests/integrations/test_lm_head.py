@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -30,7 +29,7 @@ from kvcompile.integrations.vllm.linear_config import W4A8Config
 from kvcompile.integrations.vllm.lm_head import Int8HeadMethod
 from tests.integrations.head_values import ROUNDING, assert_product, head_weight
 from tests.integrations.w4a8_checkpoints import QUANTISED
-from tests.integrations.w4a8_layers import finish, inputs, rank
+from tests.integrations.w4a8_layers import LargestFloats, finish, inputs, rank
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN, VOCABULARY = 192, 300  # vLLM pads the rows to 320
@@ -262,19 +261,8 @@ def test_a_large_head_is_quantised_in_pieces_with_the_same_result(monkeypatch):
     whole = finish(_head(weight))
     monkeypatch.setattr(lm_head, "_ELEMENTS_AT_ONCE", 64 * HIDDEN)
 
-    class Largest(TorchDispatchMode):
-        """The largest tensor of floats that an operation makes, in elements."""
-
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-                self.seen = max(self.seen, result.numel())
-            return result
-
     head = _head(weight)
-    with Largest() as largest:
+    with LargestFloats() as largest:
         finish(head)
     assert 0 < largest.seen <= 64 * HIDDEN
     assert torch.equal(head.codes, whole.codes) and torch.equal(head.scales, whole.scales)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
@@ -152,3 +153,15 @@ def assert_same(given: W4A8Weight, wanted: W4A8Weight) -> None:
 
 def inputs(tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+class LargestFloats(TorchDispatchMode):
+    """seen: the largest fp32 tensor that an operation made, in elements."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.seen = max(self.seen, result.numel())
+        return result

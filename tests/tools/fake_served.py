@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcompile.config import UsageError
+from kvcompile.config import LM_HEAD_INT8_ROWS, UsageError
 from kvcompile.tools import serve_gpus, serve_memory, serve_run
 from kvcompile.tools.serve_engine import FACTS
 from kvcompile.tools.serve_systems import SYSTEMS
@@ -39,7 +39,7 @@ class Fake:
         own = {
             **dict.fromkeys(FACTS, 0),
             "weight_bytes": serve_memory.weight_bytes(
-                self.config, system.weights, self.arguments[self.name]["max_num_seqs"] <= 64
+                self.config, system.weights, self.arguments[self.name]["max_num_seqs"] <= LM_HEAD_INT8_ROWS
             ),
             "blocks": self.arguments[self.name]["kv_cache_memory_bytes"]
             // serve_memory.block_bytes(self.config, system.cache),
